@@ -263,7 +263,7 @@ class Run:
 
     def _kill_one(self) -> None:
         names = [path.name for path in Path(self.task.folder).glob("pid-*")]
-        living = [pid for pid in (int(name[4:]) for name in names) if Path(f"/proc/{pid}").exists()]
+        living = [pid for pid in (int(name[4:]) for name in names) if is_rank(pid)]
         if living:
             os.kill(random.choice(living), signal.SIGKILL)
             self.n_kills += 1
@@ -273,6 +273,14 @@ class Run:
             if process.poll() is not None:
                 self._open_replica(slot)
                 self._processes[slot] = self._processes.pop()
+
+
+def is_rank(pid: int) -> bool:
+    """Whether the process lives, and is one of this benchmark's."""
+    try:
+        return b"--as-rank" in Path(f"/proc/{pid}/cmdline").read_bytes()  # empty of a zombie
+    except OSError:
+        return False
 
 
 # ---- the benchmark -------------------------------------------------------------------------------

@@ -99,7 +99,8 @@ runs_with_glibc_2_28() { # <wheel>: by the tag that auditwheel has found for it
 
 has_no_debug_symbols() { # <wheel> <scratch folder>
     "$folder/tools/bin/python" -m zipfile --extract "$1" "$2" &&
-        ! find "$2" -name '*.so' -exec readelf --sections --wide {} + | grep -F .debug_
+        find "$2" -name '*.so' -exec readelf --sections --wide {} + >"$2.sections" &&
+        grep -q '\.text' "$2.sections" && ! grep -F .debug_ "$2.sections"
 }
 
 run_wheel() { # <environment> <wheel>

@@ -68,7 +68,7 @@ class Communicator(abc.ABC):
     feeds_back_errors: bool
     progresses_itself: bool
     timeout: timedelta
-    membership: Any = None  # for rebuild() and split(): a fastcomm.launching.membership.Parts
+    membership: Any = None  # for rebuild() and split(): a fastcomm.launching.membership.Fixed
 
     @property
     @abc.abstractmethod
@@ -181,8 +181,8 @@ class Communicator(abc.ABC):
             order that they have here.
 
         A part uses shared memory where its ranks share a host, also where this communicator goes
-        across hosts. Raises TypeError for what is no integer; InitError, on the ranks of the part,
-        where they cannot be brought together.
+        across hosts. Raises TypeError, on every rank, for what is no integer; InitError, on the
+        ranks of the part, where they cannot be brought together.
         """
         part: Communicator | None = self.membership.split(self, color, key)
         return part

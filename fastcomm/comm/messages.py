@@ -3,10 +3,11 @@
 A message may be cut off, of another version, or another program's. So each is compared with the
 form that its reader expects, before anything is made of it. A form is
 
-    int, str, bool, object    a value of this type alone
+    int, float, str, bool     a value of this type alone
+    object                    any value
     None                      null
     range(8)                  an integer in this range
-    {int, None}               one of several forms
+    {int, None}               one of several forms, which are no lists or objects
     [form]                    a list of any length
     (int, [str])              a list of exactly these
     {"pid": int}              an object that has at least these keys

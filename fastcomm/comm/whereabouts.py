@@ -14,6 +14,7 @@ import socket
 import struct
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,6 +28,7 @@ MOST_ASKED = 3  # ranks, for one error
 PATIENCE_S = 1.0  # for one answer
 
 _answering = 0  # the process whose thread answers
+_listener: socket.socket | None = None  # of that thread
 
 
 def stack_of(frame: FrameType) -> list[str]:
@@ -39,7 +41,7 @@ def stack_of(frame: FrameType) -> list[str]:
 
 
 def whereabouts() -> str:
-    """Of this process, in words; any thread may ask."""
+    """Say in words where this process stands. Any thread may ask."""
     activities = [ref for recorder in living() for ref in recorder.activities.valuerefs()]
     doing = [f"{ref.key} {one.in_words()}" for ref in activities if (one := ref()) is not None]
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
@@ -50,7 +52,7 @@ def whereabouts() -> str:
 
 def answer_questions() -> None:
     """Called by init(): from now on a thread tells who asks where this process stands."""
-    global _answering
+    global _answering, _listener
     if _answering == os.getpid():
         return
     _answering = os.getpid()
@@ -61,19 +63,29 @@ def answer_questions() -> None:
     except OSError:  # the name is taken, or there are no such sockets here: nobody will be told
         listener.close()
         return
+    _listener = listener
     threading.Thread(target=_answer, args=(listener,), name="fastcomm answers", daemon=True).start()
+
+
+def _leave_to_parent() -> None:
+    """In a forked child: only the parent's end may keep its name alive."""
+    if _listener is not None:
+        _listener.close()
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)
 
 
 def _answer(listener: socket.socket) -> None:
     while True:
-        asker, _ = listener.accept()
         try:
+            asker, _ = listener.accept()
             with asker:
-                if _user_of(asker) == os.getuid():
+                if _peer_of(asker)[1] == os.geteuid():
                     asker.settimeout(PATIENCE_S)
                     asker.sendall(whereabouts().encode(errors="replace")[:MOST_BYTES])
-        except Exception:  # of one who asks, and is gone; or what it asks for changes meanwhile
-            continue
+        except Exception:  # the asker is gone, or no descriptor is left, or threads come and go
+            time.sleep(0.1)
 
 
 def whereabouts_of(ranks: Sequence[int], pids: Sequence[int]) -> str:
@@ -90,13 +102,15 @@ def ask(pid: int) -> str:
         with socket.socket(socket.AF_UNIX) as asker:
             asker.settimeout(PATIENCE_S)
             asker.connect(_address(pid))
-            if _user_of(asker) != os.getuid():
+            if _peer_of(asker) != (pid, os.geteuid()):  # a container beside may have this pid, too
                 return ""
             with asker.makefile("rb") as answer:
                 return answer.read(MOST_BYTES).decode(errors="replace")
     except builtins.TimeoutError:
         if _is_stopped(pid):
             return "it is stopped, by SIGSTOP or a debugger"
+        if not Path(f"/proc/{pid}").exists():
+            return ""
         return "no answer: it is in compiled code that holds Python's lock, or has no core"
     except OSError:
         return ""
@@ -107,9 +121,12 @@ def _address(pid: int) -> str:
     return f"\0fastcomm {pid}"
 
 
-def _user_of(peer: socket.socket) -> int:
-    credentials = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-    return int(struct.unpack("3i", credentials)[1])
+def _peer_of(connected: socket.socket) -> tuple[int, int]:
+    """The pid, as this process sees it, and the user at the other end."""
+    size = struct.calcsize("3i")
+    credentials = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
+    pid, user, _ = struct.unpack("3i", credentials)
+    return pid, user
 
 
 def _is_stopped(pid: int) -> bool:

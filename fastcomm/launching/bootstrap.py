@@ -156,24 +156,23 @@ class StoreBootstrap:
             self._store.set(f"{self._exchange}/{self.rank}", json.dumps(value))
             if self.rank > 0 and self.world_size > _FEW:
                 collected = self._get("all", deadline, look)
-                what = f"what {self.name} has got from rank {self._names[0]}"
-                return list(messages.read(collected, (form,) * self.world_size, what, InitError))
-            values = [
-                messages.read(
-                    self._get(r, deadline, look),
-                    form,
-                    f"what {self.name} has got from rank {self._names[r]}",
-                    InitError,
-                )
-                for r in range(self.world_size)
+                of_all = (str,) * self.world_size
+                sent = messages.read(collected, of_all, self._what_from(0), InitError)
+            else:
+                sent = [text_of(self._get(r, deadline, look)) for r in range(self.world_size)]
+                if self.world_size > _FEW:
+                    self._store.set(f"{self._exchange}/all", json.dumps(sent))
+            return [
+                messages.read(one, form, self._what_from(r), InitError)
+                for r, one in enumerate(sent)
             ]
-            if self.world_size > _FEW:
-                self._store.set(f"{self._exchange}/all", json.dumps(values))
-            return values
         except FastcommError:
             raise
         except RuntimeError as error:
             raise self._lost(error) from error
+
+    def _what_from(self, rank: int) -> str:
+        return f"what {self.name} has got from rank {self._names[rank]}"
 
     def _lost(self, error: RuntimeError) -> InitError:
         return InitError(f"{self.name} lost the meeting point (did rank 0 end?): {error}")

@@ -19,9 +19,10 @@ import weakref
 from collections.abc import Callable, Collection, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import Any, NamedTuple, NoReturn
+from operator import index
+from typing import Any, NamedTuple
 
-from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from fastcomm.comm import messages
 from fastcomm.comm.objects import gather_objects
@@ -135,45 +136,24 @@ class _Newest:
         self.comm: Any = None  # a Transport
 
 
-class Parts:
-    """Communicators of some of a communicator's ranks: see Communicator.split."""
+class Fixed:
+    """The ranks of a communicator, which cannot meet anew: those of a torch.distributed group, or
+    of a split(). They can split into parts.
+    """
+
+    can_meet_anew = is_rebuilt = False
 
     def __init__(self, bootstrap: StoreBootstrap, connect: Connect, backend: str) -> None:
         """bootstrap: where the ranks have met. backend: that of the parts."""
         self._bootstrap, self._connect, self._backend = bootstrap, connect, backend
         self._n_splits = 0
 
-    def split(self, comm: Transport, color: int | None, key: int) -> Transport | None:
-        for name, value in (("color", color), ("key", key)):
-            is_number = isinstance(value, int) and not isinstance(value, bool)
-            if not is_number and (value is not None or name == "key"):
-                raise TypeError(f"split() takes an integer as {name}; got {value!r}")
-        wishes = gather_objects(comm, (color, key), "split()")
-        self._n_splits += 1
-        try:
-            if color is None:
-                return None
-            ranks = [rank for rank, (theirs, _) in enumerate(wishes) if theirs == color]
-            ranks.sort(key=lambda rank: wishes[rank][1])  # stable: equal keys, as they are here
-            store = self._bootstrap.store(f"split {self._n_splits} {ranks[0]}")
-            return self._make(comm, ranks, store)
-        finally:
-            comm.barrier()  # the store may live in a rank, which must not end before all have met
+    @property
+    def newest(self) -> Transport | None:
+        """The communicator that the ranks have now that have met anew; None: they have not."""
+        return None
 
-    def _make(self, comm: Transport, ranks: list[int], store: Store) -> Transport:
-        place = ranks.index(comm.rank), len(ranks)
-        bootstrap = StoreBootstrap(store, *place, comm.timeout, caller=_SPLIT, names=ranks)
-        part, _ = self._connect(bootstrap, self._backend)
-        part.membership = Fixed(bootstrap, self._connect, self._backend)
-        return part
-
-
-class Fixed(Parts):
-    """Of ranks that cannot meet anew: those of a torch.distributed group, or of a split()."""
-
-    can_meet_anew, is_rebuilt, newest = False, False, None
-
-    def rebuild(self, comm: Transport, timeout: timedelta) -> NoReturn:
+    def rebuild(self, comm: Transport, timeout: timedelta) -> Transport:
         raise FastcommError(
             "rebuild() takes ranks that fastcomm.init() has brought together by init_method: make "
             "another torch.distributed group of those that are left, and call "
@@ -181,8 +161,49 @@ class Fixed(Parts):
             "and split() that"
         )
 
+    def split(self, comm: Transport, color: int | None, key: int) -> Transport | None:
+        """See Communicator.split."""
+        wishes = _wishes_of_all(comm, color, key)
+        self._n_splits += 1
+        own, _ = wishes[comm.rank]
+        ranks = [rank for rank, (theirs, _) in enumerate(wishes) if theirs == own]
+        ranks.sort(key=lambda rank: wishes[rank][1])  # stable: equal keys, as they are here
+        try:
+            part = None if own is None else self._make(comm, ranks)
+        except Exception:
+            with contextlib.suppress(FastcommError):
+                comm.barrier()
+            raise
+        comm.barrier()  # the store may live in a rank, which must not end before all have met
+        return part
 
-class Membership(Parts):
+    def _make(self, comm: Transport, ranks: list[int]) -> Transport:
+        store = self._bootstrap.store(f"split {self._n_splits} {ranks[0]}")
+        place = ranks.index(comm.rank), len(ranks)
+        bootstrap = StoreBootstrap(store, *place, comm.timeout, caller=_SPLIT, names=ranks)
+        part, _ = self._connect(bootstrap, self._backend)
+        part.membership = Fixed(bootstrap, self._connect, self._backend)
+        return part
+
+
+def _wishes_of_all(comm: Transport, color: object, key: object) -> list[tuple[int | None, int]]:
+    """Every rank's color and key, by rank. Raises TypeError, on all ranks, for what is none."""
+    problem: str | None = None
+    numbers: tuple[int | None, int] = None, 0
+    try:
+        numbers = None if color is None else index(color), index(key)  # type: ignore[arg-type]
+    except TypeError:
+        problem = f"split() takes integers as color and key; got {color!r} and {key!r}"
+    told = gather_objects(comm, (problem, *numbers), "split()")
+    form = {str, None}, {int, None}, int
+    for rank, one in enumerate(told):
+        messages.checked(one, form, f"what rank {rank} has sent")
+        if one[0] is not None:
+            raise TypeError(f"rank {rank}: {one[0]}")
+    return [(theirs, of_theirs) for _, theirs, of_theirs in told]
+
+
+class Membership(Fixed):
     """Which processes the ranks of a communicator are, and how the remaining ones meet anew.
 
     is_rebuilt: its ranks have met anew.
@@ -220,7 +241,6 @@ class Membership(Parts):
 
     @property
     def newest(self) -> Transport | None:
-        """The communicator that the ranks have now that have met anew; None: they have not."""
         return None if self._newest is None else self._newest.comm
 
     # -- meeting anew ------------------------------------------------------------------------------
@@ -259,6 +279,7 @@ class Membership(Parts):
                     )
             except FastcommError as error:  # another was lost meanwhile
                 trouble = str(error)
+                time.sleep(_PAUSE_S)
             except RuntimeError as error:
                 if self._point.answers():
                     raise

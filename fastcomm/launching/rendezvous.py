@@ -109,8 +109,7 @@ def init(
         _warn_of_threads(comm, neighbours)
     if comm.rank == 0:
         _warn_of_torch()
-    watch()
-    answer_questions()
+    _answer_others()
     return comm
 
 
@@ -162,14 +161,20 @@ def connect(
     )
     if names[rank] == 0:
         _warn_of_torch()
+    _answer_others()
     with _told_to_all(bootstrap):
         neighbours = _neighbours(bootstrap)
         if device.type == "cuda":
             return _connect_on_cuda(bootstrap, timeout, device, neighbours), neighbours.ranks
         comm = _connect_on_cpu("auto", bootstrap, timeout, None, neighbours)
         _warn_of_threads(comm, neighbours.ranks)
-        watch()
         return comm, neighbours.ranks
+
+
+def _answer_others() -> None:
+    """From now on this process tells other ranks, and whoever asks for a dump, where it stands."""
+    watch()
+    answer_questions()
 
 
 @contextlib.contextmanager

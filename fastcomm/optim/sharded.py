@@ -107,7 +107,9 @@ class ShardedOptimizer(Optimizer):
         # Adagrad makes some before the first step, of frozen ones, too.
         self._aside: dict[Any, checkpoints.State] = dict(plain.state)
         self._parts: dict[Parameter, Part] = {}
-        self._names: dict[Parameter, list[str]] = {}  # of what each has as its state, for recipes
+        self._names: dict[
+            Parameter, dict[str, None]
+        ] = {}  # of what each has as its state, for recipes
         self._buckets: Sequence[Bucket] = []
         self._barrier = shards.StepBarrier(reducer.comm)
         torch_helpers.watch(ShardedOptimizer, _is_held)
@@ -193,7 +195,8 @@ class ShardedOptimizer(Optimizer):
             return self._inner.state
         if recipe == "_init_optim_state":  # the first to ask in each recipe, on every rank
             shown = self._sharded_state("get_state_dict() or set_state_dict()")
-            self._names = {p: list(shown.get(i, ())) for i, p in enumerate(self._parameters())}
+            names = {i: dict.fromkeys(state) for i, state in shown.items()}
+            self._names = {p: names.get(i, {}) for i, p in enumerate(self._parameters())}
         return self._names
 
     @state.setter
@@ -482,13 +485,13 @@ class ShardedOptimizer(Optimizer):
     def _sharded_state(self, call: str) -> dict[int, checkpoints.State]:
         self._compare_places(call)
         shown = checkpoints.sharded(self.comm, self._all_parts(), self._inner.state, call)
-        if self._parts and not shown:  # on any rank
-            parts, states = self._state_of_no_step()
+        if self._parts and not shown:  # no rank has made a step
+            parts, states = self._state_of_no_step(call)
             shown = checkpoints.sharded(self.comm, parts, states, call)
         return shown | self._aside_by_number()
 
     @torch.no_grad()
-    def _state_of_no_step(self) -> tuple[list[Part], dict[Tensor, checkpoints.State]]:
+    def _state_of_no_step(self, call: str) -> tuple[list[Part], dict[Tensor, checkpoints.State]]:
         """As the class makes it for zeros in place of the parameters, each of a zero gradient."""
         made, problem = None, None
         try:
@@ -502,7 +505,7 @@ class ShardedOptimizer(Optimizer):
             made = parts, {p: checkpoints.of_no_step(s) for p, s in scratch.state.items()}
         except Exception as error:  # whatever the class raises: the other ranks are to hear of it
             problem = error
-        validation.compare(self.comm, problem, {}, _SAVING)
+        validation.compare(self.comm, problem, {}, _SAVING._replace(name=call))
         assert made is not None  # for the type checker: compare() has raised
         return self._all_parts(made[0]), made[1]
 

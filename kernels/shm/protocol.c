@@ -31,9 +31,16 @@ static bool same_collective(const struct shm_descriptor *a, const struct shm_des
            a->numel == b->numel && a->label == b->label && a->step == b->step;
 }
 
+/* Only these are multiplied by factors. */
+static bool is_float(uint16_t dtype) {
+    return dtype == SHM_FLOAT32 || dtype == SHM_FLOAT64 || dtype == SHM_FLOAT16 ||
+           dtype == SHM_BFLOAT16;
+}
+
 bool shm_is_possible(const struct shm_comm *comm, int rank, const struct shm_descriptor *d) {
     if (d->kind < SHM_BARRIER || d->kind > SHM_SHADOW || d->op > SHM_SKIP ||
-        d->dtype >= SHM_DTYPES || d->root >= comm->world_size) {
+        d->dtype >= SHM_DTYPES || d->root >= comm->world_size ||
+        (is_weighted(d) && !is_float(d->dtype))) {
         return false;
     }
     enum { WIDEST = 8 }; /* bytes of an element */
@@ -64,7 +71,7 @@ static void weigh(struct shm_comm *comm, uint32_t seq) {
 /* Whether ranks without data can take part. direct: the others' tensors lie in their segments. */
 static bool admits_shadows(const struct shm_comm *comm, const struct shm_descriptor *d,
                            bool direct) {
-    return d->kind == SHM_ALL_REDUCE && d->label != 0 &&
+    return d->kind == SHM_ALL_REDUCE && d->label != 0 && is_float(d->dtype) &&
            (is_weighted(d) || d->op == SHM_MEAN || d->op == SHM_SKIP) &&
            (direct || shm_fits_mailbox(d, comm->world_size));
 }

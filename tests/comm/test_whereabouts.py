@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -15,7 +16,7 @@ import pytest
 from fastcomm.comm import whereabouts
 
 SLEEPER = """
-    import sys, time
+    import os, sys, time
     from fastcomm.comm.whereabouts import answer_questions
 
     def load_a_batch():
@@ -24,20 +25,40 @@ SLEEPER = """
 
     answer_questions()
     answer_questions()
+    if "--fork" in sys.argv and not os.fork():
+        time.sleep(600)
     load_a_batch()
 """
 
 
 @pytest.fixture
-def sleeper() -> Iterator[subprocess.Popen[str]]:
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Waits for an answer as long as a slow core takes."""
+    monkeypatch.setattr(whereabouts, "PATIENCE_S", 60)
+
+
+@contextlib.contextmanager
+def sleeping(*options: str) -> Iterator[subprocess.Popen[str]]:
     """A process that answers, and sleeps."""
-    command = [sys.executable, "-c", textwrap.dedent(SLEEPER)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None and process.stdout.readline() == "ready\n"
+    command = [sys.executable, "-c", textwrap.dedent(SLEEPER), *options]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, start_new_session=True
+    ) as process:
+        try:
+            assert process.stdout is not None and process.stdout.readline() == "ready\n"
+            yield process
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+
+
+@pytest.fixture
+def sleeper() -> Iterator[subprocess.Popen[str]]:
+    with sleeping() as process:
         yield process
-        process.kill()
 
 
+@pytest.mark.usefixtures("patient")
 def test_a_process_says_where_its_main_thread_is(sleeper: subprocess.Popen[str]) -> None:
     for _ in range(2):
         answer = whereabouts.ask(sleeper.pid)
@@ -58,6 +79,15 @@ def test_of_a_process_that_is_gone_nothing_is_said(sleeper: subprocess.Popen[str
     assert whereabouts.whereabouts_of([1], [os.getpid(), sleeper.pid]) == ""
 
 
+@pytest.mark.usefixtures("patient")
+def test_a_child_that_is_left_does_not_answer_in_its_place() -> None:
+    with sleeping("--fork") as process:
+        process.kill()
+        process.wait()
+        assert whereabouts.ask(process.pid) == ""
+
+
+@pytest.mark.usefixtures("patient")
 def test_an_answer_is_bounded_and_may_be_no_text() -> None:
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(whereabouts._address(os.getpid()))
@@ -84,7 +114,7 @@ def test_another_user_is_not_told(sleeper: subprocess.Popen[str]) -> None:
     if not child:
         os.setuid(65534)
         told = [whereabouts.ask(sleeper.pid)]
-        os.getuid = lambda: 0  # would not be refused by itself
+        os.geteuid = lambda: 0  # would not be refused by itself
         told.append(whereabouts.ask(sleeper.pid))
         os._exit(told != ["", ""])
     assert os.waitpid(child, 0) == (child, 0)

@@ -19,10 +19,9 @@ from tests.support.transports import over
 
 pytestmark = pytest.mark.usefixtures("transport")
 
-# The deadline, and within how many seconds a rank that waits must have given up: at once where the
-# waiting rank looks at the clock itself, else when its watchdog has asked the others where they
-# stand.
-TIMEOUT_S = {"shm": (1, 2), "nccl": (2, 6), "group": (1, 4), "hierarchical": (1, 4)}
+# The deadline, and within how many seconds a rank that waits must have given up: when it, or its
+# watchdog, has asked the others where they stand.
+TIMEOUT_S = {"shm": (1, 3), "nccl": (2, 6), "group": (1, 4), "hierarchical": (1, 4)}
 
 
 def _miss_the_deadline(place, numel):
@@ -57,8 +56,9 @@ def test_a_rank_that_does_not_come_is_named_after_the_timeout(transport, world_s
         assert re.search(expected, message), message
         missing = message.partition("missing: ")[2]
         assert "rank 0" not in missing and "rank 2" not in missing
-        # where its main thread stands, innermost call last
-        assert re.search(r"in _miss_the_deadline: time\.sleep\(limit\)$", message), message
+        # Where its main thread stands, innermost call last; or it had no core to say so.
+        stands = re.search(r"in _miss_the_deadline: time\.sleep\(limit\)$", message)
+        assert stands or re.search("no answer|does not answer", missing), message
     assert all(f"rank 1 (pid {pid})" in message for _, message, _ in others)
     if transport == "shm":
         assert "gave up on rank 1" in of_the_late_one

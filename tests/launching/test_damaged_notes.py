@@ -148,7 +148,8 @@ def test_ranks_that_meet_anew_say_which_note_is_damaged(key, data):
     point = bootstrap.MeetingPoint(urlparse("env://"), HashStore())
     PrefixStore("prefix/1", point.store).set(key, note)
     point.store.set("prefix/n_rebuilt", "1")
-    of_ranks = membership.Membership(point, lambda *_: None, before)
+    met = bootstrap.StoreBootstrap(HashStore(), 0, 2, SOON)
+    of_ranks = membership.Membership(point, met, lambda *_: None, before)
     began = time.monotonic()
     try:
         with pytest.MonkeyPatch.context() as patch:

@@ -120,7 +120,7 @@ MUTATIONS = (
         name="whereabouts: a process tells every user",
         file=WHEREABOUTS,
         within="_answer",
-        old="_user_of(asker) == os.getuid()",
+        old="_peer_of(asker)[1] == os.geteuid()",
         new="True",
         tests=("tests/comm/test_whereabouts.py::test_another_user_is_not_told",),
     ),

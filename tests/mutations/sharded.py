@@ -339,7 +339,7 @@ MUTATIONS = (
         name="sharded: a recipe that wants the whole state gets a rank's shards",
         file=HELPERS,
         within="is_whole_wanted",
-        old='bool(getattr(info, "full_state_dict", False))',
+        old='bool(frame.f_locals["info"].full_state_dict)',
         new="False",
         tests=_distributed("a_recipe_that_wants_it_whole_gets_it_whole"),
     ),

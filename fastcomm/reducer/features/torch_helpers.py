@@ -113,8 +113,14 @@ def is_whole_wanted() -> bool:
     gathers DTensors, and takes any other tensor for whole.
     """
     frame = sys._getframe(2)
-    info = frame.f_locals.get("info")
-    return _is_of_recipes(frame) and bool(getattr(info, "full_state_dict", False))
+    if not _is_of_recipes(frame):
+        return False
+    if not hasattr(frame.f_locals.get("info"), "full_state_dict"):
+        raise FastcommError(
+            f"with torch {torch.__version__} fastcomm cannot tell what {frame.f_code.co_name}() of "
+            "torch.distributed.checkpoint wants: use state_dict() or full_state_dict() directly"
+        )
+    return bool(frame.f_locals["info"].full_state_dict)
 
 
 def _is_of_recipes(frame: FrameType) -> bool:

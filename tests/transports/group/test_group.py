@@ -393,13 +393,17 @@ def test_a_peer_may_be_lost_while_the_ranks_meet():
     values_of(fresh_ranks(3, _lose_a_peer_while_ranks_meet, transport="group"))
 
 
+OF_A_COMMUNICATOR = ("fastcomm group", "fastcomm connecting", "fastcomm watchdog")  # its threads
+
+
 def _drop(place):
     comm = communicator(place)
+    assert {one.name for one in threading.enumerate()} & set(OF_A_COMMUNICATOR)
     check_all_reduce(comm)
     del comm
     gc.collect()
     deadline = time.monotonic() + 60
-    while any(thread.name.startswith("fastcomm") for thread in threading.enumerate()):
+    while any(one.name in OF_A_COMMUNICATOR for one in threading.enumerate()):
         assert time.monotonic() < deadline
         time.sleep(0.05)
 
