@@ -30,15 +30,15 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import torch
 from lib import launch, machine, report
 from lib.tables import Column, Table
-from torch import Tensor, nn
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 import fastcomm
 
-ROWS = 12  # of a batch, which the ranks share out
+sys.path.append(str(Path(__file__).resolve().parent.parent))
+from examples.survive import is_computed_alike, loss_of, new_model
+
 GRACE_S = 60.0  # for the ranks to come to their end
 PATIENCE = timedelta(seconds=30)  # of the ranks for each other
 
@@ -93,18 +93,6 @@ class Sizes(list[int]):
 # ---- the ranks -----------------------------------------------------------------------------------
 
 
-def new_model() -> tuple[nn.Module, torch.optim.Optimizer]:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 1))
-    return model, torch.optim.Adam(model.parameters(), lr=0.01)
-
-
-def loss_of(model: nn.Module, step: int, share: int, n_shares: int) -> Tensor:
-    batch = torch.randn(ROWS, 8, generator=torch.Generator().manual_seed(step))
-    rows = batch[share::n_shares]
-    return nn.functional.mse_loss(model(rows), rows.sum(1, keepdim=True))
-
-
 def train(task: Task) -> None:
     model, optimizer = new_model()  # before init(), from which on the others wait for it
     reducer = fastcomm.Reducer(fastcomm.init(timeout=PATIENCE)).attach(model)
@@ -126,22 +114,6 @@ def train(task: Task) -> None:
     if reducer.comm.rank == 0:
         task.end(steps=reducer.n_rounds, is_equal=is_computed_alike(model, sizes))
     reducer.comm.close()
-
-
-def is_computed_alike(model: nn.Module, sizes: Sizes) -> bool:
-    """Whether one process comes to the same bits."""
-    alone, optimizer = new_model()
-    for step, n_ranks in enumerate(sizes):
-        gradients = []
-        for share in range(n_ranks):
-            optimizer.zero_grad()
-            loss_of(alone, step, share, n_ranks).backward()
-            gradients.append([p.grad for p in alone.parameters()])
-        for parameter, *shares in zip(alone.parameters(), *gradients, strict=True):
-            parameter.grad = sum(shares[1:], shares[0]) / n_ranks
-        optimizer.step()
-    pairs = zip(model.parameters(), alone.parameters(), strict=True)
-    return all(torch.equal(ours, theirs) for ours, theirs in pairs)
 
 
 def train_with_torchft(task: Task) -> None:

@@ -124,11 +124,12 @@ def test_compiled_says_when_buckets_of_compiled_models_are_launched(tmp_path):
 
 def test_elastic_counts_the_steps_that_a_training_keeps_while_ranks_are_killed(tmp_path):
     path = tmp_path / "elastic.json"
-    options = ["--ranks", "2", "--seconds", "3", "--kill-every", "1", "--step-ms", "5"]
+    # one kill: a second one may find nobody else who has the parameters
+    options = ["--ranks", "2", "--seconds", "3", "--kill-every", "2", "--step-ms", "5"]
     printed = run("elastic.py", *options, "--json", path)
     assert "one process computes the same bits" in printed
     row = next(row for row in json.loads(path.read_text())["rows"] if row["way"] == "fastcomm")
-    assert row["kills"] > 0 and row["disturbed"] > 0
+    assert row["kills"] == 1 and row["disturbed"] > 0
     assert row["kept"] == round(row["disturbed"] / row["undisturbed"], 4)
 
 
