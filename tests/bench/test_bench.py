@@ -125,7 +125,7 @@ def test_compiled_says_when_buckets_of_compiled_models_are_launched(tmp_path):
 def test_elastic_counts_the_steps_that_a_training_keeps_while_ranks_are_killed(tmp_path):
     path = tmp_path / "elastic.json"
     # one kill: a second one may find nobody else who has the parameters
-    options = ["--ranks", "2", "--seconds", "3", "--kill-every", "2", "--step-ms", "5"]
+    options = ["--ranks", "2", "--seconds", "4", "--kill-every", "2", "--step-ms", "5"]
     printed = run("elastic.py", *options, "--json", path)
     assert "one process computes the same bits" in printed
     row = next(row for row in json.loads(path.read_text())["rows"] if row["way"] == "fastcomm")
