@@ -55,7 +55,7 @@ class Task:
     slot: int = 0  # torchft: which of the processes
 
     def start(self) -> None:
-        Path(self.folder, f"pid-{os.getpid()}").touch()
+        self.leave(f"pid-{os.getpid()}", started_at(os.getpid()))
 
     def goes_on(self) -> bool:
         """Whether the time is not over, which begins with the first step of all."""
@@ -88,6 +88,15 @@ class Sizes(list[int]):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self[:] = state["sizes"]
+
+
+def started_at(pid: int) -> str:
+    """When the process was started, in ticks since the machine was; empty if it has ended."""
+    try:
+        state, *others = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return ""
+    return "" if state == "Z" else others[18]
 
 
 # ---- the ranks -----------------------------------------------------------------------------------
@@ -186,12 +195,15 @@ class Run:
                 for process in self._processes:
                     process.kill()
                     process.wait()
-        done = [json.loads(path.read_text()) for path in Path(self.task.folder).glob("done-*")]
+        done = [json.loads(path.read_text()) for path in self._files("done-*")]
         if not done:
             output = Path(self.task.folder, "output").read_text(errors="replace")
             raise launch.RanksError(f"{self.task.way} has made no step:\n{output[-3000:]}")
         furthest: dict[str, Any] = max(done, key=lambda one: one["steps"])
         return furthest | {"kills": self.n_kills}
+
+    def _files(self, pattern: str) -> list[Path]:
+        return list(Path(self.task.folder).glob(pattern))
 
     def _start(self) -> None:
         if self.task.way == "fastcomm":
@@ -234,8 +246,9 @@ class Run:
                 self._replace()
 
     def _kill_one(self) -> None:
-        names = [path.name for path in Path(self.task.folder).glob("pid-*")]
-        living = [pid for pid in (int(name[4:]) for name in names) if is_rank(pid)]
+        ranks = {int(path.name[4:]): path.read_text() for path in self._files("pid-*")}
+        # another process may have the pid by now
+        living = [pid for pid, started in ranks.items() if started_at(pid) == started]
         if living:
             os.kill(random.choice(living), signal.SIGKILL)
             self.n_kills += 1
@@ -245,14 +258,6 @@ class Run:
             if process.poll() is not None:
                 self._open_replica(slot)
                 self._processes[slot] = self._processes.pop()
-
-
-def is_rank(pid: int) -> bool:
-    """Whether the process lives, and is one of this benchmark's."""
-    try:
-        return b"--as-rank" in Path(f"/proc/{pid}/cmdline").read_bytes()  # empty of a zombie
-    except OSError:
-        return False
 
 
 # ---- the benchmark -------------------------------------------------------------------------------
