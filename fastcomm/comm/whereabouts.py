@@ -13,6 +13,7 @@ import os
 import socket
 import struct
 import sys
+import textwrap
 import threading
 import time
 import traceback
@@ -23,6 +24,7 @@ from types import FrameType
 from fastcomm.comm.flight_recorder import living
 
 N_FRAMES = 12  # of each thread, the innermost
+MOST_COLUMNS = 160  # of a line of source
 MOST_BYTES = 8192  # of an answer
 MOST_ASKED = 3  # ranks, for one error
 PATIENCE_S = 1.0  # for one answer
@@ -35,7 +37,7 @@ def stack_of(frame: FrameType) -> list[str]:
     """A line for each of its calls, the innermost last."""
     return [
         f'File "{one.filename}", line {one.lineno}, in {one.name}'
-        + (f": {one.line}" if one.line else "")
+        + (f": {textwrap.shorten(one.line, MOST_COLUMNS)}" if one.line else "")
         for one in traceback.extract_stack(frame)[-N_FRAMES:]
     ]
 
@@ -77,8 +79,11 @@ os.register_at_fork(after_in_child=_leave_to_parent)
 
 
 def _answer(listener: socket.socket) -> None:
+    own = listener.getsockname()
     while True:
         try:
+            if listener.getsockname() != own:
+                return  # somebody has closed all descriptors, and this is another's socket now
             asker, _ = listener.accept()
             with asker:
                 if _peer_of(asker)[1] == os.geteuid():

@@ -169,12 +169,12 @@ class StoreBootstrap:
         except FastcommError:
             raise
         except RuntimeError as error:
-            raise self._lost(error) from error
+            raise self.lost(error) from error
 
     def _what_from(self, rank: int) -> str:
         return f"what {self.name} has got from rank {self._names[rank]}"
 
-    def _lost(self, error: RuntimeError) -> InitError:
+    def lost(self, error: RuntimeError) -> InitError:
         return InitError(f"{self.name} lost the meeting point (did rank 0 end?): {error}")
 
     def _get(self, whose: int | str, deadline: float, look: Callable[[], None]) -> bytes:
@@ -213,7 +213,7 @@ class StoreBootstrap:
         except FastcommError:
             raise
         except RuntimeError as error:
-            raise self._lost(error) from error
+            raise self.lost(error) from error
 
     def fail(self, message: str) -> None:
         """Ends the exchange on the other ranks, too. They raise the first failure reported."""
@@ -222,6 +222,12 @@ class StoreBootstrap:
     def finish(self) -> None:
         """All ranks have met."""
         count_as_finished(self._store)
+
+    def part(self, name: str) -> Store:
+        """A part of the store for others who meet there, and do not wait in calls of torch's: over
+        the same connection.
+        """
+        return PrefixStore(name, self._store)
 
     def store(self, name: str) -> Store:
         """A part of the store for others to use, who may wait there."""

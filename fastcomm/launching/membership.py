@@ -163,14 +163,14 @@ class Fixed:
 
     def split(self, comm: Transport, color: int | None, key: int) -> Transport | None:
         """See Communicator.split."""
-        wishes = _wishes_of_all(comm, color, key)
-        self._n_splits += 1
-        own, _ = wishes[comm.rank]
-        ranks = [rank for rank, (theirs, _) in enumerate(wishes) if theirs == own]
+        wishes = _wishes_of_all(comm, color, key, self._n_splits)
+        self._n_splits = 1 + max(n for _, _, n in wishes)  # a failure may have kept some from one
+        own, *_ = wishes[comm.rank]
+        ranks = [rank for rank, (theirs, *_) in enumerate(wishes) if theirs == own]
         ranks.sort(key=lambda rank: wishes[rank][1])  # stable: equal keys, as they are here
         try:
             part = None if own is None else self._make(comm, ranks)
-        except Exception:
+        except BaseException:
             with contextlib.suppress(FastcommError):
                 comm.barrier()
             raise
@@ -178,29 +178,41 @@ class Fixed:
         return part
 
     def _make(self, comm: Transport, ranks: list[int]) -> Transport:
-        store = self._bootstrap.store(f"split {self._n_splits} {ranks[0]}")
+        store = self._bootstrap.part(f"split {self._n_splits} {ranks[0]}")
         place = ranks.index(comm.rank), len(ranks)
-        bootstrap = StoreBootstrap(store, *place, comm.timeout, caller=_SPLIT, names=ranks)
-        part, _ = self._connect(bootstrap, self._backend)
+        try:
+            bootstrap = StoreBootstrap(store, *place, comm.timeout, caller=_SPLIT, names=ranks)
+            part, _ = self._connect(bootstrap, self._backend)
+        except BaseException as error:
+            told = f"rank {comm.rank} failed in split(): {type(error).__name__}: {error}"
+            with contextlib.suppress(RuntimeError):  # the store is what has failed
+                store.compare_set("failed", "", told)
+            if isinstance(error, RuntimeError) and not isinstance(error, FastcommError):
+                raise self._bootstrap.lost(error) from error
+            raise
         part.membership = Fixed(bootstrap, self._connect, self._backend)
         return part
 
 
-def _wishes_of_all(comm: Transport, color: object, key: object) -> list[tuple[int | None, int]]:
-    """Every rank's color and key, by rank. Raises TypeError, on all ranks, for what is none."""
+def _wishes_of_all(
+    comm: Transport, color: object, key: object, n_splits: int
+) -> list[tuple[int | None, int, int]]:
+    """Every rank's color, key and number of splits, by rank. Raises TypeError, on all ranks, for
+    what is no color or key.
+    """
     problem: str | None = None
     numbers: tuple[int | None, int] = None, 0
     try:
         numbers = None if color is None else index(color), index(key)  # type: ignore[arg-type]
     except TypeError:
         problem = f"split() takes integers as color and key; got {color!r} and {key!r}"
-    told = gather_objects(comm, (problem, *numbers), "split()")
-    form = {str, None}, {int, None}, int
+    told = gather_objects(comm, (problem, *numbers, n_splits), "split()")
+    form = {str, None}, {int, None}, int, messages.NUMBER
     for rank, one in enumerate(told):
         messages.checked(one, form, f"what rank {rank} has sent")
         if one[0] is not None:
             raise TypeError(f"rank {rank}: {one[0]}")
-    return [(theirs, of_theirs) for _, theirs, of_theirs in told]
+    return [(theirs, their_key, n) for _, theirs, their_key, n in told]
 
 
 class Membership(Fixed):

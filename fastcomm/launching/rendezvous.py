@@ -88,6 +88,11 @@ def init(
         raise ValueError(f"backend must be one of {', '.join(BACKENDS)}; got {backend!r}")
     if not isinstance(timeout, timedelta):
         raise TypeError(f"timeout must be a datetime.timedelta(seconds=...); got {timeout!r}")
+    if group is not None and not isinstance(group, dist.ProcessGroup):
+        raise TypeError(
+            f"group must be a torch.distributed group that this rank is in; got {group!r} (of "
+            'a DeviceMesh, pass mesh["name"].get_group())'
+        )
     started_as = (rank, world_size) if group is None else (dist.get_rank(), dist.get_world_size())
     place = _choose_device(backend, device, *started_as)
     if place.type == "cuda":

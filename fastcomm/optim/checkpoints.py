@@ -25,6 +25,7 @@ from fastcomm.reducer.layout import in_memory_order, strides_of
 
 State = dict[str, Any]
 _NEVER_CUT = "step"  # a scalar, also for parameters that are scalars
+_BEFORE_STEPS = {_NEVER_CUT: 0, "mu_product": 1}  # what a step of zeros changes; the latter: NAdam
 
 
 class Part(NamedTuple):
@@ -115,11 +116,13 @@ def of_zeros(part: Part) -> Part:
 
 
 def of_no_step(state: State) -> State:
-    """A state of one step, as that of none."""
-    step = state.get(_NEVER_CUT)
-    if step is None:
-        return state
-    return {**state, _NEVER_CUT: torch.zeros_like(step) if isinstance(step, Tensor) else 0}
+    """The state of one step of zeros, as that of none."""
+    started = {
+        key: torch.full_like(state[key], start) if isinstance(state[key], Tensor) else start
+        for key, start in _BEFORE_STEPS.items()
+        if key in state
+    }
+    return {**state, **started}
 
 
 def compare(

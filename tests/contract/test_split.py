@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import fastcomm
+from fastcomm.launching import membership
 from tests.support.ranks import on_ranks
 from tests.support.reference import check_all_reduce
 from tests.support.transports import over
@@ -73,6 +74,22 @@ def test_a_reducer_averages_over_its_part(comm):
         fastcomm.Reducer(part).attach(model)
         model(torch.full((1, 3), float(comm.rank), device=part.device)).sum().backward()
         assert model.weight.grad.tolist() == [[comm.rank % 2 + 1.0] * 3]
+
+
+@over(2)
+@on_ranks()
+def test_a_rank_that_fails_in_a_split_is_named_and_the_whole_stays_as_it_is(comm):
+    def fail(*_, **__):
+        raise OSError("out of luck")
+
+    with pytest.MonkeyPatch.context() as patch:
+        if comm.rank == 1:
+            patch.setattr(membership, "StoreBootstrap", fail)
+        with pytest.raises((OSError, fastcomm.InitError), match="out of luck"):
+            comm.split(0)
+    check_all_reduce(comm, 10)
+    with comm.split(0) as part:
+        check_all_reduce(part, 10)
 
 
 @over(2)

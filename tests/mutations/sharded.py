@@ -387,8 +387,8 @@ MUTATIONS = (
         name="sharded: a state to load into says that it is of one step",
         file=CHECKPOINTS,
         within="of_no_step",
-        old="step is None",
-        new="True",
+        old="key in state",
+        new="False",
         tests=_distributed("what_was_saved_before_the_first_step_is_a_fresh_start"),
     ),
     Mutation(

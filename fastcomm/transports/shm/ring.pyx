@@ -501,7 +501,8 @@ cdef class Ring:
         where = ""
         if state == SHM_ABORTED and blamed >= 0:
             what = f"gave up on rank {blamed} (pid {self.segments.pids[blamed]})"
-            where = self._uncut(whereabouts_of, [blamed], self.segments.pids)
+            if blamed != self.rank:
+                where = self._uncut(whereabouts_of, [blamed], self.segments.pids)
         return PeerLostError(
             f"rank {rank} (pid {self.segments.pids[rank]}) {what}; {self._history(rank)}; "
             f"{self._position()}{where}",
