@@ -1,6 +1,7 @@
 /* A stand-in for libnccl.so.2, which tests load through FASTCOMM_NCCL_LIBRARY: communicators of the
- * processes of one host whose collectives work, on host memory, and are over when the call returns,
- * whatever the stream. It keeps a log and fails, hangs or stays in progress on order.
+ * processes of one host whose collectives, sends and receives work, on host memory, and are over
+ * when the call returns, or its group's end, whatever the stream. It keeps a log and fails, hangs
+ * or stays in progress on order.
  *
  * As with NCCL, ranks that do not ask for the same, and ranks whose peers are gone, wait until
  * somebody aborts; the waiting call then returns ncclInternalError. Unlike NCCL it finds every use

@@ -1,6 +1,7 @@
 /* The stand-in for NCCL in its parts: the library and its communicators (nccl.c), the orders and
  * checks that every call begins with (nccl_calls.c), collectives and groups (nccl_collectives.c),
- * memory (nccl_memory.c), and what the driver's stand-in hears of it (nccl_order.c). */
+ * how sends and receives progress (nccl_messages.c), memory (nccl_memory.c), and what the driver's
+ * stand-in hears of it (nccl_order.c). */
 #ifndef FASTCOMM_STAND_IN_NCCL_CALLS_H
 #define FASTCOMM_STAND_IN_NCCL_CALLS_H
 
@@ -80,7 +81,18 @@ EXPORT int stand_in_lost_windows(void);
 
 /* ---- between the parts ---- */
 
-enum kind { JOIN, ALL_REDUCE, BROADCAST, REDUCE, ALL_GATHER, REDUCE_SCATTER, SPLIT, WINDOW };
+enum kind {
+    JOIN,
+    ALL_REDUCE,
+    BROADCAST,
+    REDUCE,
+    ALL_GATHER,
+    REDUCE_SCATTER,
+    SEND,
+    RECV,
+    SPLIT,
+    WINDOW
+};
 
 struct ncclComm {
     ncclComm_t next;
@@ -150,6 +162,21 @@ bool is_memory_of(const void *address, int device);
 /* Whether a collective there meets the host's ranks in a loop that no abort ends, as NCCL does over
  * NVLink SHARP in memory that is registered and no window. */
 bool meets_on_host(const void *address);
+
+/* A send or a receive, and how far it is (nccl_messages.c). */
+struct message {
+    bool is_send;
+    int peer, dtype;
+    size_t count;
+    char *buffer;
+    size_t done; /* bytes */
+    bool has_begun, is_over;
+};
+
+/* Why a rank may not post these together; NULL if it may. */
+const char *wrong_with_messages(const struct message *messages, size_t n, int rank);
+/* Returns when all are over. False if the communicator was abandoned before. */
+bool move_messages(ncclComm_t comm, struct message *messages, size_t n);
 
 /* What is registered with a communicator goes with it. */
 void forget_registrations(ncclComm_t comm);

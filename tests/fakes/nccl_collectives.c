@@ -1,4 +1,4 @@
-/* The collectives of the stand-in for NCCL, and groups of them. */
+/* The collectives of the stand-in for NCCL, its sends and receives, and groups of all of them. */
 #define _GNU_SOURCE
 #include <stdint.h>
 #include <stdlib.h>
@@ -12,7 +12,7 @@ struct operation {
     const void *input;
     void *output;
     size_t count;
-    int dtype, op, root;
+    int dtype, op, root; /* or peer */
     ncclComm_t comm;
     cudaStream_t stream;
 };
@@ -117,7 +117,13 @@ static const struct {
     [REDUCE] = {"ncclReduce", reduce_part},
     [ALL_GATHER] = {"ncclAllGather", all_gather_part},
     [REDUCE_SCATTER] = {"ncclReduceScatter", reduce_scatter_part},
+    [SEND] = {"ncclSend", NULL},
+    [RECV] = {"ncclRecv", NULL},
 };
+
+static bool is_message(const struct operation *o) {
+    return o->kind == SEND || o->kind == RECV;
+}
 
 /* What a rank reads and writes of its own memory. The root of a broadcast in place only reads, and
  * so do the other ranks of a reduction to one. */
@@ -139,7 +145,7 @@ static void note_ranges(const struct operation *o) {
     order_collective(o->comm, (size_t)o->stream, collectives[o->kind].function, ranges, n);
 }
 
-static ncclResult_t run(const struct operation *o) {
+static ncclResult_t run_collective(const struct operation *o) {
     const char *function = collectives[o->kind].function;
     ncclResult_t result = begin_round(o->comm, function, 0);
     if (result != ncclSuccess) {
@@ -162,6 +168,81 @@ static ncclResult_t run(const struct operation *o) {
         linger(meets_on_host(o->input) || meets_on_host(o->output));
     }
     return end_round(o->comm, function, is_done);
+}
+
+/* ---- sends and receives ----
+ *
+ * What a group has of them for one communicator progresses together, and is over when the group's
+ * end returns; one outside a group is over when its own call returns. So a rank that sends outside
+ * a group, to a rank that does the same, waits for ever, even if they receive on other streams.
+ * As with NCCL, a rank sends to itself only with the matching receive in the same group.
+ *
+ * Unlike NCCL, this finds a receive that overlaps another message of its group. It knows no order
+ * between the streams of a group, so all of them have to be on one. */
+
+static void note_message(const struct operation *o) {
+    const bool is_write = o->kind == RECV;
+    const struct range range = {is_write ? o->output : o->input, o->count * dtype_nbytes(o->dtype),
+                                is_write};
+    order_collective(o->comm, (size_t)o->stream, collectives[o->kind].function, &range, 1);
+}
+
+static struct message message_of(const struct operation *o) {
+    return (struct message){
+        .is_send = o->kind == SEND,
+        .peer = o->root,
+        .dtype = o->dtype,
+        .count = o->count,
+        .buffer = o->kind == SEND ? (char *)(uintptr_t)o->input : o->output,
+    };
+}
+
+static bool are_on_one_stream(const struct operation *operations, size_t n) {
+    size_t i = 0;
+    while (i < n && operations[i].stream == operations[0].stream) {
+        i++;
+    }
+    return i == n;
+}
+
+/* On one communicator. */
+static ncclResult_t run_messages(const struct operation *operations, size_t n) {
+    ncclComm_t comm = operations[0].comm;
+    const char *function = collectives[operations[0].kind].function;
+    struct message *messages = malloc(n * sizeof *messages);
+    ncclResult_t result = messages != NULL ? begin_round(comm, function, 0)
+                                           : fail(ncclSystemError, function, "no memory");
+    if (result != ncclSuccess) {
+        free(messages);
+        return result;
+    }
+    for (size_t i = 0; i < n; i++) {
+        messages[i] = message_of(&operations[i]);
+    }
+    const char *wrong = are_on_one_stream(operations, n)
+                            ? wrong_with_messages(messages, n, comm->rank)
+                            : "the messages of a group are on several streams";
+    bool is_done = true;
+    if (wrong == NULL) {
+        for (size_t i = 0; i < n; i++) {
+            note_message(&operations[i]);
+        }
+        is_done = move_messages(comm, messages, n);
+    }
+    if (!is_done) {
+        order_end(comm);
+        linger(false);
+    }
+    free(messages);
+    result = end_round(comm, function, is_done);
+    return wrong == NULL ? result : fail(ncclInvalidUsage, function, wrong);
+}
+
+/* ---- launches ---- */
+
+/* A collective, or several sends and receives of one communicator. */
+static ncclResult_t run(const struct operation *operations, size_t n) {
+    return is_message(operations) ? run_messages(operations, n) : run_collective(operations);
 }
 
 static ncclResult_t put_in_queue(const struct operation *o) {
@@ -187,11 +268,11 @@ static ncclResult_t launch(const struct operation o, int fault) {
         return fail(ncclInvalidUsage, function, "the communicator was revoked");
     }
     if (dtype_nbytes(o.dtype) == 0 || o.op < 0 || o.op >= N_OPS || !has_root) {
-        return fail(ncclInvalidArgument, function, "no such dtype, operation or root");
+        return fail(ncclInvalidArgument, function, "no such dtype, operation, root or peer");
     }
-    const bool has_output = o.kind != REDUCE || o.comm->rank == o.root;
-    if (o.count > 0 &&
-        ((has_output && o.output == NULL) || (o.input == NULL && o.kind != BROADCAST))) {
+    const bool has_input = o.kind != BROADCAST && o.kind != RECV;
+    const bool has_output = o.kind == REDUCE ? o.comm->rank == o.root : o.kind != SEND;
+    if (o.count > 0 && ((has_output && o.output == NULL) || (has_input && o.input == NULL))) {
         return fail(ncclInvalidArgument, function, "a buffer is NULL");
     }
     if (!is_memory_of(o.input, device) || !is_memory_of(o.output, device)) {
@@ -200,7 +281,7 @@ static ncclResult_t launch(const struct operation o, int fault) {
     if (!is_stream_of((size_t)o.stream, device)) { /* CUDA refuses the kernel's launch */
         return fail(ncclUnhandledCudaError, function, "invalid resource handle");
     }
-    return group_depth > 0 ? put_in_queue(&o) : run(&o);
+    return group_depth > 0 ? put_in_queue(&o) : run(&o, 1);
 }
 
 EXPORT ncclResult_t ncclAllReduce(const void *input, void *output, size_t count,
@@ -252,6 +333,22 @@ EXPORT ncclResult_t ncclReduceScatter(const void *input, void *output, size_t co
         fault);
 }
 
+EXPORT ncclResult_t ncclSend(const void *input, size_t count, ncclDataType_t dtype, int peer,
+                             ncclComm_t comm, cudaStream_t stream) {
+    int fault = stand_in_called("ncclSend numel=%zu dtype=%d peer=%d stream=0x%zx comm=0x%zx",
+                                count, dtype, peer, (size_t)stream, (size_t)comm);
+    return launch((struct operation){SEND, input, NULL, count, dtype, SUM, peer, comm, stream},
+                  fault);
+}
+
+EXPORT ncclResult_t ncclRecv(void *output, size_t count, ncclDataType_t dtype, int peer,
+                             ncclComm_t comm, cudaStream_t stream) {
+    int fault = stand_in_called("ncclRecv numel=%zu dtype=%d peer=%d stream=0x%zx comm=0x%zx",
+                                count, dtype, peer, (size_t)stream, (size_t)comm);
+    return launch((struct operation){RECV, NULL, output, count, dtype, SUM, peer, comm, stream},
+                  fault);
+}
+
 /* ---- groups ---- */
 
 EXPORT ncclResult_t ncclGroupStart(void) {
@@ -260,18 +357,34 @@ EXPORT ncclResult_t ncclGroupStart(void) {
     return result;
 }
 
+static bool comes_before(const struct operation *a, const struct operation *b) {
+    const uint64_t key_a = world_key(a->comm->world), key_b = world_key(b->comm->world);
+    return key_a < key_b || (key_a == key_b && !is_message(a) && is_message(b));
+}
+
 /* Between communicators a group has no order: the ranks may have queued for them in different ones.
  * So each communicator's operations are brought together, in the order of something all ranks know.
- * Stable, as within a communicator the order does matter. */
-static void sort_by_communicator(struct operation *operations, size_t n) {
+ * Stable, as within a communicator the order does matter; its collectives come before its sends and
+ * receives, as with NCCL. */
+static void sort_operations(struct operation *operations, size_t n) {
     for (size_t i = 1; i < n; i++) {
         const struct operation o = operations[i];
         size_t j = i;
-        for (; j > 0 && world_key(operations[j - 1].comm->world) > world_key(o.comm->world); j--) {
+        for (; j > 0 && comes_before(&o, &operations[j - 1]); j--) {
             operations[j] = operations[j - 1];
         }
         operations[j] = o;
     }
+}
+
+/* How many of them run at once: one collective, or all sends and receives of its communicator. */
+static size_t count_next(const struct operation *operations, size_t n) {
+    size_t i = 1;
+    while (is_message(&operations[0]) && i < n && is_message(&operations[i]) &&
+           operations[i].comm == operations[0].comm) {
+        i++;
+    }
+    return i;
 }
 
 static ncclResult_t run_group(struct operation *operations, size_t n) {
@@ -282,13 +395,16 @@ static ncclResult_t run_group(struct operation *operations, size_t n) {
         n_entered += result == ncclSuccess;
     }
     if (result == ncclSuccess) {
-        sort_by_communicator(operations, n);
+        sort_operations(operations, n);
     }
-    for (size_t i = 0; i < n_entered; i++) {
+    for (size_t i = 0, n_next; i < n_entered; i += n_next) {
+        n_next = count_next(&operations[i], n_entered - i);
         if (result == ncclSuccess) {
-            result = run(&operations[i]);
+            result = run(&operations[i], n_next);
         }
-        leave(operations[i].comm);
+        for (size_t j = i; j < i + n_next; j++) {
+            leave(operations[j].comm);
+        }
     }
     return result;
 }

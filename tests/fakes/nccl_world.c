@@ -1,5 +1,6 @@
-/* Rounds over shared memory. There are two sets of slots, used in turn: a rank that begins round k
- * + 2 knows that all have begun round k + 1, and so have read what was lent in round k. */
+/* Rounds and mailboxes in shared memory. For rounds there are two sets of slots, used in turn: a
+ * rank that begins round k + 2 knows that all have begun round k + 1, and so have read what was
+ * lent in round k. */
 #define _GNU_SOURCE
 #include "nccl_world.h"
 
@@ -7,8 +8,6 @@
 #include <limits.h>
 #include <linux/futex.h>
 #include <sched.h>
-#include <stdalign.h>
-#include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -39,6 +38,7 @@ struct arena {
     struct place places[MAX_RANKS];
     struct intent intents[2][MAX_RANKS];
     alignas(4096) char slots[2][MAX_RANKS][SLOT_BYTES];
+    struct mailbox mailboxes[MAX_RANKS][MAX_RANKS]; /* pages nobody touches cost nothing */
 };
 
 struct world {
@@ -150,19 +150,38 @@ uint64_t world_key(const struct world *world) {
     return world->arena->key;
 }
 
-/* ---- rounds ---- */
+/* ---- waiting ---- */
 
 static long futex(_Atomic uint32_t *word, int operation, uint32_t value,
                   const struct timespec *timeout) {
     return syscall(SYS_futex, word, operation, value, timeout, NULL, 0);
 }
 
-static void knock(struct arena *arena) {
+void world_knock(struct world *world) {
+    struct arena *arena = world->arena;
     atomic_fetch_add(&arena->knocks, 1);
     if (atomic_load(&arena->sleepers) != 0) {
         futex(&arena->knocks, FUTEX_WAKE, INT_MAX, NULL);
     }
 }
+
+uint32_t world_knocks(const struct world *world) {
+    return atomic_load(&world->arena->knocks);
+}
+
+void world_rest(struct world *world, int n_looks, uint32_t knocks) {
+    const int spins = world->crowded ? 0 : SPINS;
+    if (n_looks >= spins + YIELDS) {
+        const struct timespec limit = {.tv_nsec = SLEEP_NS};
+        atomic_fetch_add(&world->arena->sleepers, 1);
+        futex(&world->arena->knocks, FUTEX_WAIT, knocks, &limit);
+        atomic_fetch_sub(&world->arena->sleepers, 1);
+    } else if (n_looks >= spins) {
+        sched_yield();
+    }
+}
+
+/* ---- rounds ---- */
 
 char *world_next_slot(struct world *world) {
     return world->arena->slots[(world->round + 1) % 2][world->rank];
@@ -176,7 +195,7 @@ void world_begin_round(struct world *world, const struct intent *intent, const v
     world->round++;
     world->arena->intents[world->round % 2][world->rank] = *intent;
     atomic_store(&world->arena->places[world->rank].round, world->round);
-    knock(world->arena);
+    world_knock(world);
 }
 
 bool world_has_met(struct world *world) {
@@ -189,30 +208,14 @@ bool world_has_met(struct world *world) {
     return true;
 }
 
-static void sleep_until_knock(struct world *world) {
-    struct arena *arena = world->arena;
-    const struct timespec limit = {.tv_nsec = SLEEP_NS};
-    atomic_fetch_add(&arena->sleepers, 1);
-    uint32_t knocks = atomic_load(&arena->knocks);
-    if (!world_has_met(world) && !world->abandoned) {
-        futex(&arena->knocks, FUTEX_WAIT, knocks, &limit);
-    }
-    atomic_fetch_sub(&arena->sleepers, 1);
-}
-
 bool world_wait(struct world *world) {
-    int spins = world->crowded ? 0 : SPINS;
-    for (int i = 0; !world_has_met(world); i++) {
-        if (world->abandoned) {
-            return false;
+    for (int n_looks = 0;; n_looks++) {
+        uint32_t knocks = world_knocks(world);
+        if (world_has_met(world) || world->abandoned) {
+            return !world->abandoned;
         }
-        if (i >= spins + YIELDS) {
-            sleep_until_knock(world);
-        } else if (i >= spins) {
-            sched_yield();
-        }
+        world_rest(world, n_looks, knocks);
     }
-    return !world->abandoned;
 }
 
 bool world_agrees(const struct world *world) {
@@ -241,11 +244,15 @@ const char *world_slot(const struct world *world, int rank) {
     return world->arena->slots[world->round % 2][rank];
 }
 
+struct mailbox *world_mailbox(struct world *world, int from, int to) {
+    return &world->arena->mailboxes[from][to];
+}
+
 /* ---- abandoning ---- */
 
 void world_abandon(struct world *world) {
     world->abandoned = true;
-    knock(world->arena);
+    world_knock(world);
 }
 
 bool world_is_abandoned(const struct world *world) {

@@ -1,9 +1,11 @@
-/* How the ranks of the stand-in for NCCL meet: memory that they share, and rounds in which each
- * says what it is doing and lends some bytes to the others. The memory is a memfd, so nothing is
- * left behind, whoever is killed when. */
+/* How the ranks of the stand-in for NCCL meet: memory that they share, rounds in which each says
+ * what it is doing and lends some bytes to the others, and a mailbox from each rank to each. The
+ * memory is a memfd, so nothing is left behind, whoever is killed when. */
 #ifndef FASTCOMM_STAND_IN_NCCL_WORLD_H
 #define FASTCOMM_STAND_IN_NCCL_WORLD_H
 
+#include <stdalign.h>
+#include <stdatomic.h>
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
@@ -12,6 +14,7 @@ enum {
     MAX_RANKS = 16,
     SLOT_BYTES = 1
         << 18, /* what a rank can lend in a round: a part of a core's second-level cache */
+    MAIL_BYTES = 1 << 16, /* what one rank can have under way to another */
 };
 
 /* Where a world is to be found: the rest of a unique id is zeros. */
@@ -24,6 +27,15 @@ struct address {
 struct intent {
     uint64_t count;
     int32_t kind, dtype, op, root;
+};
+
+/* Where a part of a message lies between two ranks, once the sender has put it there and until the
+ * receiver has taken it. */
+struct mailbox {
+    alignas(64) atomic_bool is_full;
+    int32_t dtype;  /* of the message */
+    uint64_t count; /* its elements */
+    char part[MAIL_BYTES];
 };
 
 struct world;
@@ -58,6 +70,14 @@ const char *world_slot(const struct world *world, int rank);
 /* For a rank that lends several pieces: its own slot of the round to come, to be filled before the
  * round begins. */
 char *world_next_slot(struct world *world);
+
+struct mailbox *world_mailbox(struct world *world, int from, int to);
+
+/* Waiting for something that another rank does, and then knocks: read the knocks, look, and rest if
+ * it is not there. Rests the longer the more often it has looked in vain. */
+uint32_t world_knocks(const struct world *world);
+void world_rest(struct world *world, int n_looks, uint32_t knocks);
+void world_knock(struct world *world);
 
 /* Ends the waiting of this rank, now and from now on: it begins no more rounds. The other ranks do
  * not learn of it. */

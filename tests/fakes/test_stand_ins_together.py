@@ -12,7 +12,7 @@ from ctypes import byref, c_size_t, c_void_p
 import pytest
 import torch
 
-from tests.fakes.stand_ins import stand_ins
+from tests.fakes.stand_ins import races_of, stand_ins
 from tests.fakes.test_context_stand_in import load
 from tests.fakes.test_nccl_stand_in import FLOAT32, SUM, all_reduce, init, load_nccl, unique_id
 
@@ -92,6 +92,28 @@ def test_memory_is_freed_by_a_thread_with_a_context(nccl: ctypes.CDLL, cuda: cty
     assert nccl.ncclMemFree(address) == UNHANDLED_CUDA_ERROR
     enter(cuda, 1)
     assert nccl.ncclMemFree(address) == 0
+
+
+# Order
+
+
+def test_messages_are_ordered_after_what_other_streams_do_with_their_memory(
+    nccl: ctypes.CDLL, cuda: ctypes.CDLL, alone: c_void_p
+) -> None:
+    inp, out, other = torch.ones(3), torch.zeros(3), new_stream(cuda)
+    addresses = c_void_p(inp.data_ptr()), c_void_p(out.data_ptr())
+    races_of(cuda)
+    for address, is_write in zip(addresses, (1, 0), strict=True):
+        cuda.stand_in_touch(other, b"kernel", address, c_size_t(12), is_write)
+    stream = new_stream(cuda)
+    assert nccl.ncclGroupStart() == 0
+    assert nccl.ncclSend(addresses[0], c_size_t(3), FLOAT32, 0, alone, stream) == 0
+    assert nccl.ncclRecv(addresses[1], c_size_t(3), FLOAT32, 0, alone, stream) == 0
+    assert nccl.ncclGroupEnd() == 0
+    sent, received = races_of(cuda)
+    assert "ncclSend" in sent and "reads them" in sent
+    assert "ncclRecv" in received and "writes them" in received
+    assert nccl.ncclCommDestroy(alone) == 0
 
 
 # Ends
