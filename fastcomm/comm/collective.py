@@ -215,6 +215,9 @@ def record_in_words(steps: int) -> str:
     return f"{RECORD}{record:08x})" if record else ""
 
 
+# The kinds that go to one rank, or come from one: their root.
+ROOTED = ("broadcast", "gather", "scatter")
+
 # ---- sentences -----------------------------------------------------------------------------------
 
 OTHERS_GRADIENT = "lies in that of another one: clone gradients before you exchange them"
@@ -229,17 +232,17 @@ def sentence(
     dtype: torch.dtype,
     *,
     op: str | None = None,
-    src: int | None = None,
+    root: int | None = None,
     wire: torch.dtype | None = None,
     label: int = 0,
     step: int = 0,
 ) -> str:
-    """A collective in words, for messages. op, src: for the kinds that have one. label: of a
+    """A collective in words, for messages. op, root: for the kinds that have one. label: of a
     bucket, or of buffers. step: of a bucket; see BoundBucket.launch.
     """
     words = f"{kind} of {numel} {name_of(dtype)} elements"
-    if src is not None:
-        words += f" from rank {src}"
+    if root is not None:
+        words += f" {'to' if kind == 'gather' else 'from'} rank {root}"
     if op is not None:
         words += f", op {op}"
     if wire is not None and wire != dtype:
@@ -427,10 +430,16 @@ def check_numel(numel: int) -> None:
         raise ValueError(f"numel must not be negative; got {numel}")
 
 
-def check_src(src: int, world_size: int) -> None:
-    """Raises ValueError."""
-    if not 0 <= src < world_size:
-        raise ValueError(f"src must be a rank from 0 to {world_size - 1}; got {src}")
+def check_root(name: str, root: int, world_size: int) -> None:
+    """Raises ValueError. name: of the argument."""
+    if not 0 <= root < world_size:
+        raise ValueError(f"{name} must be a rank from 0 to {world_size - 1}; got {root}")
+
+
+def check_absent(name: str, tensor: object, root: int) -> None:
+    """Checks what only rank `root` passes, on another rank. Raises ValueError."""
+    if tensor is not None:
+        raise ValueError(f"{name} is for rank {root} alone: pass None on the others")
 
 
 def check_out(name: str, out: Tensor, inp: Tensor, numel: int) -> None:
@@ -439,6 +448,24 @@ def check_out(name: str, out: Tensor, inp: Tensor, numel: int) -> None:
         raise TypeError(f"{name}: out is {out.dtype}, inp is {inp.dtype}")
     if out.numel() != numel:
         raise ValueError(f"{name}: out must have {numel} elements; it has {out.numel()}")
+
+
+def check_whole(name: str, inp: Tensor, out: Tensor, world_size: int) -> None:
+    """Checks that `inp` has a part as large as `out` for each rank. Raises TypeError or
+    ValueError.
+    """
+    if inp.dtype != out.dtype:
+        raise TypeError(f"{name}: out is {out.dtype}, inp is {inp.dtype}")
+    numel = out.numel() * world_size
+    if inp.numel() != numel:
+        raise ValueError(f"{name}: inp must have {numel} elements; it has {inp.numel()}")
+
+
+def check_apart(name: str, out: Tensor, inp: Tensor) -> None:
+    """Checks that two contiguous tensors share no memory. Raises ValueError."""
+    first, second = out.data_ptr(), inp.data_ptr()
+    if first < second + inp.nbytes and second < first + out.nbytes:
+        raise ValueError(f"{name}: out and inp share memory, and must not")
 
 
 def shard_of(name: str, inp: Tensor, world_size: int) -> int:

@@ -5,6 +5,7 @@ them is in transport.py.
 from __future__ import annotations
 
 import abc
+from collections.abc import Sequence
 from datetime import timedelta
 from types import TracebackType
 from typing import Any, TypeVar
@@ -115,6 +116,45 @@ class Communicator(abc.ABC):
         """Reduces `inp` over all ranks; rank r keeps the r-th of world_size equal parts, in `out`
         of inp.numel() / world_size elements. Both are contiguous and of one dtype. op: as
         all_reduce. Raises ValueError where inp cannot be cut into equal parts.
+        """
+
+    @abc.abstractmethod
+    def gather(
+        self, out: Tensor | None, inp: Tensor, dst: int = 0, *, async_op: bool = False
+    ) -> Work | None:
+        """Concatenates every rank's `inp`, by rank, into `out` of rank `dst`, of world_size *
+        inp.numel() elements; out is None on the others. Else as all_gather_single.
+        """
+
+    @abc.abstractmethod
+    def scatter(
+        self, out: Tensor, inp: Tensor | None, src: int = 0, *, async_op: bool = False
+    ) -> Work | None:
+        """Cuts rank `src`'s `inp`, of world_size * out.numel() elements, into equal parts; rank r
+        gets the r-th, in `out`. inp is None on the others. out has the same numel and dtype on
+        every rank.
+        """
+
+    @abc.abstractmethod
+    def all_to_all_single(
+        self,
+        out: Tensor,
+        inp: Tensor,
+        out_splits: Sequence[int] | None = None,
+        in_splits: Sequence[int] | None = None,
+        *,
+        async_op: bool = False,
+    ) -> Work | None:
+        """Cuts `inp` into a part for each rank, and concatenates in `out` the parts that this rank
+        gets, by the rank they come from. Both are contiguous, of one dtype, and share no memory.
+
+        in_splits, out_splits: how many rows (of dimension 0) the part for each rank has, and the
+            part that comes from each. None: equal parts. If any rank passes one, every rank does:
+            the ranks compare them first, for which this call waits, with async_op, too, and over
+            NCCL for the device.
+
+        Raises ValueError where the splits do not fit the tensors, or equal parts are impossible;
+        MismatchError where those of two ranks do not fit each other.
         """
 
     @abc.abstractmethod

@@ -44,6 +44,9 @@ _IN_TORCH = {
     "barrier": "all_reduce_barrier",
     "all_reduce": "all_reduce",
     "broadcast": "broadcast",
+    "gather": "gather",
+    "scatter": "scatter",
+    "all_to_all_single": "all_to_all",
     "reduce": "reduce",
     # of unequal shards: of the whole, so that sizes agree
     "reduce_scatter_v": "allreduce_coalesced",
@@ -239,7 +242,7 @@ def _as_dict(recorder: FlightRecorder) -> dict[str, Any]:
                 "dtype": None if entry.dtype is None else name_of(entry.dtype),
                 "numel": entry.numel,
                 "nbytes": _nbytes(entry),
-                "src": entry.src,
+                "root": entry.root,
                 "label": entry.label,
                 "posted_ns": entry.posted_ns,
                 "started_ns": entry.started_ns,
@@ -273,7 +276,7 @@ def in_words(entry: Entry) -> str:
         entry.numel,
         entry.dtype,
         op=entry.op,
-        src=None if entry.src < 0 else entry.src,
+        root=None if entry.root < 0 else entry.root,
         label=entry.label,
     )
 

@@ -5,7 +5,7 @@ cdef class Entry:
     cdef public uint64_t number
     cdef readonly uint64_t epoch, numel, step
     cdef readonly uint32_t label
-    cdef readonly int src
+    cdef readonly int root
     cdef public int lane
     cdef readonly str kind, op
     cdef readonly object dtype
@@ -30,6 +30,6 @@ cdef class FlightRecorder:
     cdef object __weakref__
 
     cpdef Entry note(
-        self, str kind, dtype, uint64_t numel, uint64_t number=*, str op=*, int src=*,
+        self, str kind, dtype, uint64_t numel, uint64_t number=*, str op=*, int root=*,
         uint32_t label=*, uint64_t step=*,
     )

@@ -24,7 +24,7 @@ class Entry:
     @property
     def op(self) -> str | None: ...
     @property
-    def src(self) -> int: ...
+    def root(self) -> int: ...
     @property
     def label(self) -> int: ...
     @property
@@ -60,7 +60,7 @@ class FlightRecorder:
         numel: int,
         number: int = 0,
         op: str | None = None,
-        src: int = -1,
+        root: int = -1,
         label: int = 0,
         step: int = 0,
     ) -> Entry: ...

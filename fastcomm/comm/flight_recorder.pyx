@@ -33,7 +33,8 @@ cdef inline int64_t now() noexcept nogil:
 @cython.no_gc
 @cython.freelist(64)
 cdef class Entry:
-    """One collective. Equal on all ranks: epoch, number, kind, dtype, numel, op, src, label, step.
+    """One collective. Equal on all ranks: epoch, number, kind, dtype, numel, op, root, label,
+    step.
 
     number: of the collective; 0 where that is not known yet. epoch: how often the ranks had met
         anew, where numbers begin again then.
@@ -71,13 +72,13 @@ cdef class FlightRecorder:
         recorders = [one for one in recorders if one() is not None] + [weakref.ref(self)]
 
     cpdef Entry note(
-        self, str kind, dtype, uint64_t numel, uint64_t number=0, str op=None, int src=-1,
+        self, str kind, dtype, uint64_t numel, uint64_t number=0, str op=None, int root=-1,
         uint32_t label=0, uint64_t step=0,
     ):
-        """Notes a collective that is posted now. op, src: of kinds that have one."""
+        """Notes a collective that is posted now. op, root: of kinds that have one."""
         cdef Entry entry = Entry.__new__(Entry)
         entry.kind, entry.dtype, entry.numel, entry.number = kind, dtype, numel, number
-        entry.op, entry.src, entry.label, entry.step = op, src, label, step
+        entry.op, entry.root, entry.label, entry.step = op, root, label, step
         entry.epoch, entry.posted_ns = self.epoch, now()
         if self.n_noted < KEPT:
             self.kept.append(entry)

@@ -49,6 +49,12 @@ enum shm_kind {
     SHM_BROADCAST,
     SHM_ALL_GATHER,
     SHM_REDUCE_SCATTER,
+    /* Each rank's input is cut into a part for every rank, whose output is the parts it gets, by
+     * the rank they come from. Rank `root` alone gets what all have, or alone has what all get; the
+     * others have no output, or no input. Parts of ALL_TO_ALL may be of any sizes: see shm_post. */
+    SHM_GATHER,
+    SHM_SCATTER,
+    SHM_ALL_TO_ALL,
     /* Of a flat tensor that lies in the ranks' segments and is cut into one shard per rank, of any
      * sizes. REDUCE_SCATTER_V reduces every shard into its owner's tensor, and what lies behind the
      * last shard into all ranks' tensors. ALL_GATHER_V copies every owner's shard to the others.
@@ -85,7 +91,7 @@ struct shm_descriptor {
     uint32_t kind, op;
     uint16_t dtype, root;
     uint32_t label; /* the caller's name for this collective (a bucket's number) */
-    uint64_t numel; /* of the input */
+    uint64_t numel; /* of the input; of SCATTER, of the output */
     uint64_t where; /* offset of the input in the rank's segment, or SHM_PRIVATE */
     uint64_t step;  /* how many steps the caller has made, and which: see collective.steps_made */
     double weight, scale;
@@ -123,8 +129,11 @@ void shm_free_comm(struct shm_comm *comm);
  * `output` may be the same. Returns the collective's number in `*seq`, or SHM_AGAIN when SHM_RING
  * collectives are already under way: call shm_make_room first.
  *
- * `bounds`: for the kinds with shards, else NULL. Rank r's shard is [bounds[r], bounds[r + 1]), in
- * elements. They are equal on all ranks, and must stay alive until the collective is complete. */
+ * `bounds`: for the kinds with shards. Rank r's shard is [bounds[r], bounds[r + 1]), in elements.
+ * Also for ALL_TO_ALL with parts that differ in size: a row for every rank, with where its parts
+ * begin, by the rank they are for, and where the last one ends; numel is world_size times the
+ * longest part then, and all tensors are SHM_PRIVATE. Else NULL. They are equal on all ranks, and
+ * must stay alive until the collective is complete. */
 int shm_post(struct shm_comm *comm, const struct shm_descriptor *descriptor, const void *input,
              void *output, const struct shm_piece *pieces, size_t n_pieces, const uint64_t *bounds,
              struct shm_counting counting, uint32_t *seq);

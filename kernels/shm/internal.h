@@ -49,7 +49,7 @@ struct collective {
     char *output;
     const struct shm_piece *pieces;
     size_t n_pieces;
-    const uint64_t *bounds; /* of the ranks' shards, or NULL */
+    const uint64_t *bounds; /* of the ranks' shards or parts, or NULL */
     struct shm_counting counting;
     struct shm_statistics statistics; /* of this rank's part; on the inline path, of all */
     enum path path;
@@ -139,6 +139,13 @@ static inline bool shm_all_reached(struct shm_comm *comm, enum which_flag which,
 
 /* Whether the payload travels in mailboxes. */
 bool shm_fits_mailbox(const struct shm_descriptor *d, int world_size);
+
+/* How many elements this rank puts into its mailbox. */
+uint64_t shm_mailbox_numel(const struct shm_comm *comm, const struct collective *c);
+
+static inline bool moves_parts(const struct shm_descriptor *d) {
+    return d->kind == SHM_GATHER || d->kind == SHM_SCATTER || d->kind == SHM_ALL_TO_ALL;
+}
 
 static inline bool is_weighted(const struct shm_descriptor *d) {
     return d->op == SHM_WEIGHTED_MEAN || d->op == SHM_WEIGHTED_SUM;

@@ -10,8 +10,72 @@ enum { COUNTED_BYTES = 1 << 16 };
 bool shm_fits_mailbox(const struct shm_descriptor *d, int world_size) {
     /* Every rank reads every mailbox, so with many ranks the direct path wins earlier. */
     size_t nbytes = d->numel * shm_dtype_size(d->dtype);
+    size_t of_one = d->kind == SHM_SCATTER ? nbytes * (size_t)world_size : nbytes;
     return d->kind == SHM_BARRIER || d->kind == SHM_ABANDON ||
-           (nbytes <= SHM_INLINE_BYTES && nbytes * (size_t)world_size <= 4 * SHM_INLINE_BYTES);
+           (of_one <= SHM_INLINE_BYTES && nbytes * (size_t)world_size <= 4 * SHM_INLINE_BYTES);
+}
+
+/* ---- parts ---- */
+
+/* What rank `from` has for rank `to`, in elements of its input. */
+static struct range part_of(const struct shm_comm *comm, const struct collective *c, int from,
+                            int to) {
+    const struct shm_descriptor *d = &c->descriptor;
+    uint64_t world_size = (uint64_t)comm->world_size, numel = d->numel;
+    if (d->kind == SHM_GATHER) {
+        return (struct range){0, to == (int)d->root ? numel : 0};
+    }
+    if (d->kind == SHM_SCATTER && from != (int)d->root) {
+        return (struct range){0, 0};
+    }
+    if (c->bounds != NULL) {
+        const uint64_t *row = c->bounds + (world_size + 1) * (uint64_t)from;
+        return (struct range){row[to], row[to + 1]};
+    }
+    numel = d->kind == SHM_SCATTER ? numel : numel / world_size;
+    return (struct range){numel * (uint64_t)to, numel * ((uint64_t)to + 1)};
+}
+
+/* The elements of a part that lie in `chunk`, which counts from where the part begins. */
+static struct range cut(struct range part, struct range chunk) {
+    uint64_t begin = min64(part.begin + chunk.begin, part.end);
+    return (struct range){begin, min64(part.begin + chunk.end, part.end)};
+}
+
+/* Copies what lies in `chunk` of the parts that this rank gets. `sources[r]`: where rank r has the
+ * first of these elements. */
+static void take_parts(const struct shm_comm *comm, const struct collective *c, struct range chunk,
+                       const char *const *sources) {
+    size_t itemsize = shm_dtype_size(c->descriptor.dtype);
+    uint64_t place = 0;
+    for (int r = 0; r < comm->world_size; r++) {
+        struct range part = part_of(comm, c, r, comm->rank), piece = cut(part, chunk);
+        if (piece.begin < piece.end) {
+            memmove(c->output + (place + piece.begin - part.begin) * itemsize, sources[r],
+                    (piece.end - piece.begin) * itemsize);
+        }
+        place += part.end - part.begin;
+    }
+}
+
+/* Copies whole parts out of the ranks' inputs. */
+static void take_parts_of(const struct shm_comm *comm, const struct collective *c,
+                          const char *const *inputs) {
+    size_t itemsize = shm_dtype_size(c->descriptor.dtype);
+    const char *sources[SHM_MAX_RANKS];
+    for (int r = 0; r < comm->world_size; r++) {
+        sources[r] = inputs[r] + part_of(comm, c, r, comm->rank).begin * itemsize;
+    }
+    take_parts(comm, c, (struct range){0, UINT64_MAX / 2}, sources);
+}
+
+uint64_t shm_mailbox_numel(const struct shm_comm *comm, const struct collective *c) {
+    const struct shm_descriptor *d = &c->descriptor;
+    bool is_root = (int)d->root == comm->rank;
+    if (d->kind == SHM_SCATTER || d->kind == SHM_ALL_TO_ALL) {
+        return part_of(comm, c, comm->rank, comm->world_size - 1).end;
+    }
+    return d->kind == SHM_BROADCAST && !is_root ? 0 : d->numel;
 }
 
 /* Reduces all ranks' inputs by the collective's op. Returns false if the result is finite. */
@@ -101,6 +165,16 @@ void shm_run_inline(const struct shm_comm *comm, uint32_t seq, struct collective
             copy_shard(c, r, control_of(comm, r)->mailbox[seq % SHM_RING]);
         }
         break;
+    case SHM_GATHER:
+    case SHM_SCATTER:
+    case SHM_ALL_TO_ALL: {
+        const char *inputs[SHM_MAX_RANKS];
+        for (int r = 0; r < comm->world_size; r++) {
+            inputs[r] = control_of(comm, r)->mailbox[seq % SHM_RING];
+        }
+        take_parts_of(comm, c, inputs);
+        break;
+    }
     default: /* a barrier moves nothing, nor does SHM_ABANDON */
         break;
     }
@@ -198,6 +272,12 @@ void shm_run_direct(const struct shm_comm *comm, uint32_t seq, struct collective
         }
     } else if (d->kind == SHM_ALL_GATHER_V) {
         all_gather_v(comm, seq, c);
+    } else if (moves_parts(d)) {
+        const char *inputs[SHM_MAX_RANKS];
+        for (int r = 0; r < comm->world_size; r++) {
+            inputs[r] = tensor_of(comm, r, seq);
+        }
+        take_parts_of(comm, c, inputs);
     } else if (d->kind == SHM_BROADCAST && (int)d->root != comm->rank) {
         memcpy(c->output, tensor_of(comm, (int)d->root, seq), d->numel * itemsize);
     } else if (d->kind == SHM_ALL_GATHER) {
@@ -254,14 +334,15 @@ static struct range own_shard(const struct shm_comm *comm, const struct shm_desc
 static uint64_t chunk_numel(const struct shm_comm *comm, const struct shm_descriptor *d) {
     bool is_short = d->kind == SHM_ALL_REDUCE && !comm->yield_early;
     size_t nbytes = is_short ? SHM_CHUNK_BYTES : SHM_STAGING_BYTES;
-    if (d->kind == SHM_REDUCE_SCATTER) { /* one part of every rank's output in a slot */
+    if (d->kind == SHM_REDUCE_SCATTER || moves_parts(d)) { /* a piece for every rank in a slot */
         nbytes = nbytes / (size_t)comm->world_size / CACHE_LINE * CACHE_LINE;
     }
     return nbytes / shm_dtype_size(d->dtype);
 }
 
 static uint64_t staged_numel(const struct shm_comm *comm, const struct shm_descriptor *d) {
-    return d->kind == SHM_REDUCE_SCATTER ? d->numel / (uint64_t)comm->world_size : d->numel;
+    bool is_cut = d->kind == SHM_REDUCE_SCATTER || d->kind == SHM_ALL_TO_ALL;
+    return is_cut ? d->numel / (uint64_t)comm->world_size : d->numel;
 }
 
 static uint64_t n_chunks(const struct shm_comm *comm, const struct shm_descriptor *d) {
@@ -289,8 +370,45 @@ static void copy_peers_shards(const struct shm_comm *comm, const struct shm_desc
     memcpy(to + end, from + end, numel * itemsize - end);
 }
 
+/* The room in a slot for the piece that is meant for rank `to`. */
+static char *room_for(const struct shm_comm *comm, const struct shm_descriptor *d, char *slot,
+                      int to) {
+    return slot + chunk_numel(comm, d) * shm_dtype_size(d->dtype) * (size_t)to;
+}
+
+static void copy_parts_in(struct shm_comm *comm, const struct collective *c, uint64_t index) {
+    const struct shm_descriptor *d = &c->descriptor;
+    size_t itemsize = shm_dtype_size(d->dtype);
+    char *slot = staging_slot(comm, comm->rank, index);
+    for (int r = 0; r < comm->world_size; r++) {
+        struct range piece = cut(part_of(comm, c, comm->rank, r), chunk_range(comm, d, index));
+        if (r != comm->rank && piece.begin < piece.end) {
+            memcpy(room_for(comm, d, slot, r), c->input + piece.begin * itemsize,
+                   (piece.end - piece.begin) * itemsize);
+        }
+    }
+}
+
+static void copy_parts_out(struct shm_comm *comm, const struct collective *c, uint64_t index) {
+    const struct shm_descriptor *d = &c->descriptor;
+    struct range chunk = chunk_range(comm, d, index),
+                 own = cut(part_of(comm, c, comm->rank, comm->rank), chunk);
+    const char *sources[SHM_MAX_RANKS];
+    for (int r = 0; r < comm->world_size; r++) {
+        sources[r] = room_for(comm, d, staging_slot(comm, r, index), comm->rank);
+    }
+    if (own.begin < own.end) { /* which never leaves the tensor */
+        sources[comm->rank] = c->input + own.begin * shm_dtype_size(d->dtype);
+    }
+    take_parts(comm, c, chunk, sources);
+}
+
 static void copy_in(struct shm_comm *comm, const struct collective *c, uint64_t index) {
     const struct shm_descriptor *d = &c->descriptor;
+    if (moves_parts(d)) {
+        copy_parts_in(comm, c, index);
+        return;
+    }
     size_t itemsize = shm_dtype_size(d->dtype);
     struct range chunk = chunk_range(comm, d, index);
     uint64_t numel = chunk.end - chunk.begin;
@@ -359,8 +477,12 @@ static void reduce_chunk(const struct shm_comm *comm, const struct shm_descripto
     reduce_inputs(comm, d, own.end - own.begin, inputs, outputs, n_outputs);
 }
 
-static void stage_work(struct shm_comm *comm, const struct collective *c, uint64_t index) {
+static void work_on(struct shm_comm *comm, const struct collective *c, uint64_t index) {
     const struct shm_descriptor *d = &c->descriptor;
+    if (moves_parts(d)) {
+        copy_parts_out(comm, c, index);
+        return;
+    }
     size_t itemsize = shm_dtype_size(d->dtype);
     struct range chunk = chunk_range(comm, d, index);
     uint64_t numel = chunk.end - chunk.begin;
@@ -385,6 +507,10 @@ static void stage_work(struct shm_comm *comm, const struct collective *c, uint64
     } else if ((int)d->root != comm->rank) {
         memcpy(output, inputs[d->root], numel * itemsize);
     }
+}
+
+static void stage_work(struct shm_comm *comm, const struct collective *c, uint64_t index) {
+    work_on(comm, c, index);
     shm_raise(&control_of(comm, comm->rank)->staged_out, comm->chunk + (uint32_t)index + 1);
 }
 

@@ -302,10 +302,10 @@ int shm_post(struct shm_comm *comm, const struct shm_descriptor *descriptor, con
     bool staged = false;
     if (shm_fits_mailbox(descriptor, comm->world_size)) {
         shm_gather_pieces(c, (struct range){0, descriptor->numel});
-        if (descriptor->numel > 0 &&
-            (descriptor->kind != SHM_BROADCAST || (int)descriptor->root == comm->rank)) {
+        uint64_t numel = shm_mailbox_numel(comm, c);
+        if (numel > 0) {
             memcpy(control_of(comm, comm->rank)->mailbox[number % SHM_RING], input,
-                   descriptor->numel * itemsize);
+                   numel * itemsize);
         }
     } else if (descriptor->where == SHM_PRIVATE) { /* the staged path will be taken */
         shm_gather_pieces(c, (struct range){0, descriptor->numel});

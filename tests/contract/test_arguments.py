@@ -197,5 +197,58 @@ def test_a_source_that_is_no_rank_is_refused(comm):
 
 @over(2)
 @on_ranks()
+def test_what_only_one_rank_passes_is_refused_from_others_and_asked_of_it(comm):
+    four, eight = torch.zeros(4), torch.zeros(8)
+    for error, words, call in (
+        (ValueError, "dst must be a rank.*got 2", lambda: comm.gather(None, four, 2)),
+        (ValueError, "src must be a rank.*got -1", lambda: comm.scatter(four, None, -1)),
+        (ValueError, "out is for rank 1 alone", lambda: comm.gather(eight, four, 1)),
+        (ValueError, "inp is for rank 1 alone", lambda: comm.scatter(four, eight, 1)),
+        (TypeError, "NoneType", lambda: comm.gather(None, four)),
+        (TypeError, "NoneType", lambda: comm.scatter(four, None)),
+        (ValueError, "out must have 8.* has 4", lambda: comm.gather(four.clone(), four)),
+        (ValueError, "inp must have 8.* has 4", lambda: comm.scatter(four, four.clone())),
+        (TypeError, "float64.*float32", lambda: comm.gather(eight.double(), four)),
+        (TypeError, "float32.*float64", lambda: comm.scatter(four, eight.double())),
+    ):
+        refused(comm, error, words, call)
+
+
+@over(2)
+@on_ranks()
+def test_parts_that_do_not_fit_are_refused(comm):
+    rows, same = torch.zeros(4, 3), torch.zeros(4, 3)
+    odd = torch.zeros(5)
+    for error, words, call in (
+        (ValueError, "multiple of 2", lambda: comm.all_to_all_single(torch.zeros(5), odd)),
+        (ValueError, "out must have 12", lambda: comm.all_to_all_single(torch.zeros(6), rows)),
+        (ValueError, "share memory", lambda: comm.all_to_all_single(rows, rows)),
+        (ValueError, "share memory", lambda: comm.all_to_all_single(rows, rows, [2, 2], [2, 2])),
+        (
+            ValueError,
+            r"in_splits must be 2 numbers.*4 in all.*\[3, 2\]",
+            lambda: comm.all_to_all_single(same, rows, [2, 2], [3, 2]),
+        ),
+        (
+            ValueError,
+            "out_splits must be 2 numbers",
+            lambda: comm.all_to_all_single(same, rows, [4], [2, 2]),
+        ),
+        (
+            ValueError,
+            r"in_splits must be.*\[5, -1\]",
+            lambda: comm.all_to_all_single(same, rows, None, [5, -1]),
+        ),
+        (
+            ValueError,
+            "out has 5 rows.*pass out_splits",
+            lambda: comm.all_to_all_single(torch.zeros(5, 3), rows, None, [2, 2]),
+        ),
+    ):
+        refused(comm, error, words, call)
+
+
+@over(2)
+@on_ranks()
 def test_comm_empty_refuses_a_negative_size(comm):
     refused(comm, ValueError, "-1", lambda: comm.empty(-1, dtype=torch.float32))

@@ -75,7 +75,31 @@ MISMATCHES = {
         "all_gather_single of 12",
         "reduce_scatter_single of 12",
     ),
+    "root": (
+        lambda comm: _gather(comm, 0),
+        lambda comm: _gather(comm, 1),
+        "gather of 12 float32 elements to rank 0",
+        "gather of 12 float32 elements to rank 1",
+    ),
+    "parts": (
+        lambda comm: _scatter(comm, 12),
+        lambda comm: comm.all_to_all_single(
+            torch.zeros(12 * comm.world_size), torch.zeros(12 * comm.world_size)
+        ),
+        "scatter of 12 float32 elements from rank 0",
+        "all_to_all_single of",
+    ),
 }
+
+
+def _gather(comm, dst):
+    out = torch.zeros(12 * comm.world_size) if comm.rank == dst else None
+    comm.gather(out, torch.zeros(12), dst)
+
+
+def _scatter(comm, numel):
+    inp = torch.zeros(numel * comm.world_size) if comm.rank == 0 else None
+    comm.scatter(torch.zeros(numel), inp)
 
 
 def cases():
@@ -113,6 +137,20 @@ def test_ranks_that_disagree_all_hear_of_it_and_of_both_sides(ranks, transport, 
         survives=survives,
     )
     ranks(world_size, check_all_reduce)
+
+
+@over(2, 3)
+@on_ranks()
+def test_parts_that_others_do_not_expect_are_named_on_every_rank(comm):
+    n = comm.world_size
+    out_splits = [2] * n
+    if comm.rank == 1:
+        out_splits[0] = 3
+    out = torch.zeros(sum(out_splits), 5)
+    words = "rank 0 sends 10 elements to rank 1, which expects 15"
+    with pytest.raises(MismatchError, match=words):
+        comm.all_to_all_single(out, torch.zeros(2 * n, 5), out_splits, [2] * n)
+    check_all_reduce(comm, 100)
 
 
 def _disagree_about_one_of_many(comm):

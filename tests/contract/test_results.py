@@ -7,7 +7,12 @@ import time
 import pytest
 import torch
 
-from tests.support.collective_checks import CHECKS, naming, with_every_op
+from tests.support.collective_checks import (
+    CHECKS,
+    check_unequal_parts,
+    naming,
+    with_every_op,
+)
 from tests.support.ranks import on_ranks
 from tests.support.reference import (
     DTYPES,
@@ -34,6 +39,42 @@ def test_a_collective_gives_what_it_should(comm, collective):
     cases = [(0, "sum"), *with_every_op(37), (5000, "mean")]
     for dtype in DTYPES:
         CHECKS[collective](comm, dtype, cases, ["comm.empty", "ordinary"])
+
+
+@over(2, 3)
+@on_ranks()
+def test_parts_of_all_to_all_may_differ_in_size(comm):
+    for numel_of in (
+        lambda src, dst: src + 2 * dst,  # some are empty
+        lambda src, dst: 3000 * (src + 1) * dst,
+        lambda src, dst: 0,
+        lambda src, dst: 5 if (src, dst) == (0, 1) else 0,
+        lambda src, dst: 60_000 if src == dst else 1,  # over shared memory, several chunks
+    ):
+        check_unequal_parts(comm, numel_of)
+
+
+@over(2, 3)
+@on_ranks()
+def test_parts_come_in_the_order_of_the_ranks_also_where_calls_overlap(comm):
+    n, device = comm.world_size, comm.device
+    inp = torch.arange(n * 4000.0, device=device) + comm.rank
+    outs = [torch.zeros(n * 4000, device=device) for _ in range(3)]
+    gathered = torch.zeros(n * n * 4000, device=device) if comm.rank == 1 else None
+    works = [comm.all_to_all_single(out, inp, async_op=True) for out in outs]
+    works.append(comm.gather(gathered, inp, 1, async_op=True))
+    splits = [4000] * n
+    unequal = torch.zeros(n * 4000, device=device)
+    works.append(comm.all_to_all_single(unequal, inp, splits, splits, async_op=True))
+    for work in works:
+        work.wait()
+    own = torch.arange(n * 4000.0).view(n, -1)[comm.rank]
+    wanted = torch.cat([own + src for src in range(n)])
+    for out in (*outs, unequal):
+        assert_same_bits(out.cpu(), wanted)
+    if gathered is not None:
+        whole = torch.cat([torch.arange(n * 4000.0) + src for src in range(n)])
+        assert_same_bits(gathered.cpu(), whole)
 
 
 @over(2, 3)

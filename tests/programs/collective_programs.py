@@ -153,6 +153,9 @@ class _Round:
                 self._check(posted)
 
 
+_CUT = ("reduce_scatter_single", "scatter", "all_to_all_single")  # inputs, into parts
+
+
 def _assert_mismatch(function: Any) -> None:
     try:
         function()
@@ -179,12 +182,16 @@ class _Posted:
             if call.memory[comm.rank] == "inside":
                 self.inp = self.out[comm.rank * call.numel : (comm.rank + 1) * call.numel]
                 self.inp.copy_(self.shards[comm.rank])
-        elif call.kind == "reduce_scatter_single":
+        elif call.kind in ("reduce_scatter_single", "scatter"):
             self.out = self._placed(torch.zeros(call.numel, dtype=self.dtype))
+        elif call.kind == "all_to_all_single" or (call.kind == "gather" and self._is_root()):
+            self.out = self._placed(torch.zeros(n * call.numel, dtype=self.dtype))
 
     def _input_numel(self) -> int:
-        parts = self.comm.world_size if self.call.kind == "reduce_scatter_single" else 1
-        return parts * self.call.numel
+        return (self.comm.world_size if self.call.kind in _CUT else 1) * self.call.numel
+
+    def _is_root(self) -> bool:
+        return self.comm.rank == self.call.src % self.comm.world_size
 
     def _placed(self, values: Tensor) -> Tensor:
         """A copy between two guards."""
@@ -209,8 +216,9 @@ class _Posted:
             elif how == "dtype" and self.dtype in _OTHER_DTYPE and kind != "barrier":
                 inp, out = inp.view(_OTHER_DTYPE[self.dtype]), out.view(_OTHER_DTYPE[self.dtype])
             elif how == "numel" and n > 0:
-                inp = inp[: (n - 1) * (parts if kind == "reduce_scatter_single" else 1)]
-                out = out[: (n - 1) * (parts if kind == "all_gather_single" else 1)]
+                is_joined = kind in ("all_gather_single", "gather", "all_to_all_single")
+                inp = inp[: (n - 1) * (parts if kind in _CUT else 1)]
+                out = out[: (n - 1) * (parts if is_joined else 1)]
             else:
                 kind = "barrier" if kind != "barrier" else "broadcast"
         if kind == "all_reduce":
@@ -221,6 +229,13 @@ class _Posted:
             return comm.all_gather_single(out, inp, async_op=async_op)
         if kind == "reduce_scatter_single":
             return comm.reduce_scatter_single(out, inp, op, async_op=async_op)
+        root = src % comm.world_size
+        if kind == "gather":
+            return comm.gather(out if self._is_root() else None, inp, root, async_op=async_op)
+        if kind == "scatter":
+            return comm.scatter(out, inp if self._is_root() else None, root, async_op=async_op)
+        if kind == "all_to_all_single":
+            return comm.all_to_all_single(out, inp, async_op=async_op)
         return comm.barrier(async_op=async_op)
 
     def expected(self) -> Tensor:
@@ -234,6 +249,13 @@ class _Posted:
         if call.kind == "reduce_scatter_single":
             part = slice(rank * call.numel, (rank + 1) * call.numel)
             return reduced([shard[part] for shard in self.shards], call.op)
+        if call.kind == "gather" and self._is_root():
+            return torch.cat(self.shards)
+        if call.kind in ("scatter", "all_to_all_single"):
+            part = slice(rank * call.numel, (rank + 1) * call.numel)
+            parts = [shard[part] for shard in self.shards]
+            is_scatter = call.kind == "scatter"
+            return parts[call.src % self.comm.world_size] if is_scatter else torch.cat(parts)
         return self.shards[rank]
 
     def check(self, is_exact: bool) -> None:
@@ -266,8 +288,8 @@ class _Posted:
         return values.max().item() if values.numel() else 0.0
 
     def check_sum(self) -> dict[str, int]:
-        if self.call.kind == "barrier" or self.call.kind == "reduce_scatter_single":
-            return {}
+        if self.call.kind not in ("all_reduce", "broadcast", "all_gather_single"):
+            return {}  # each rank has something else
         return {f"call {self.seed}": zlib.crc32(self.out.cpu().view(torch.uint8).numpy())}
 
 

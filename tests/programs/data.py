@@ -217,7 +217,8 @@ class ReducerProgram(_Compact):
 class Call(_Compact):
     """A collective that all ranks call.
 
-    numel   of the tensor, or of one rank's part in all_gather_single and reduce_scatter_single
+    numel   of the tensor or, where there is one for each rank, of a part
+    src     the root
     memory  by rank: "plain", "odd" (an element off any alignment), or the same in memory of
             comm.empty, "shared" and "shared odd"; "inside": what is gathered lies in the output
     delay   by rank: how many calls later it is waited for; 0 is a blocking call

@@ -41,7 +41,6 @@ from tests.programs.data import (
 from tests.programs.modules import MODULES
 
 MAX_CALLS = 24
-_KINDS = ("all_reduce", "broadcast", "all_gather_single", "reduce_scatter_single", "barrier")
 _DTYPES = ("float64", "float32", "float16", "bfloat16", "int32", "int64", "uint8")
 _MEMORY = ("plain", "odd", "shared", "shared odd", "inside")
 # Below and above what goes inline, with an announcement, by one exchange, and through a staging
@@ -279,6 +278,9 @@ def calls(n: int, transport: str) -> st.SearchStrategy[Call]:
         of("broadcast", src=src),
         of("all_gather_single"),
         of("reduce_scatter_single", op=op),
+        of("gather", src=src),
+        of("scatter", src=src),
+        of("all_to_all_single"),
         of("barrier"),
     )
 

@@ -5,7 +5,7 @@ the reduction, the concatenation or the copy of what the ranks gave.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
@@ -95,9 +95,75 @@ def _check_broadcasts(
                     assert_same_bits(tensor.cpu(), shards[src])
 
 
+def _check_gathers(
+    comm: Communicator, dtype: torch.dtype, cases: Cases, places: Sequence[str]
+) -> None:
+    for where in places:
+        for numel in dict(cases):
+            for dst in range(comm.world_size):
+                shards = shards_of(dtype, comm.world_size, numel, seed=numel + dst)
+                inp = placed(comm, where, shards[comm.rank])
+                out = None
+                if comm.rank == dst:
+                    out = placed(comm, where, torch.zeros(numel * comm.world_size, dtype=dtype))
+                comm.gather(out, inp, dst)
+                with naming(where, dtype, numel, dst):
+                    if out is not None:
+                        assert_same_bits(out.cpu(), torch.cat(shards))
+                    assert_same_bits(inp.cpu(), shards[comm.rank])
+
+
+def _check_scatters(
+    comm: Communicator, dtype: torch.dtype, cases: Cases, places: Sequence[str]
+) -> None:
+    for where in places:
+        for numel in dict(cases):
+            for src in range(comm.world_size):
+                parts = shards_of(dtype, comm.world_size, numel, seed=numel + src)
+                inp = placed(comm, where, torch.cat(parts)) if comm.rank == src else None
+                out = placed(comm, where, torch.zeros(numel, dtype=dtype))
+                comm.scatter(out, inp, src)
+                with naming(where, dtype, numel, src):
+                    assert_same_bits(out.cpu(), parts[comm.rank])
+
+
+def _check_all_to_alls(
+    comm: Communicator, dtype: torch.dtype, cases: Cases, places: Sequence[str]
+) -> None:
+    n = comm.world_size
+    for where in places:
+        for numel in dict(cases):
+            shards = shards_of(dtype, n, numel * n, seed=numel)
+            inp = placed(comm, where, shards[comm.rank])
+            out = placed(comm, where, torch.zeros(numel * n, dtype=dtype))
+            comm.all_to_all_single(out, inp)
+            with naming(where, dtype, numel):
+                own = [shard.view(n, numel)[comm.rank] for shard in shards]
+                assert_same_bits(out.cpu(), torch.cat(own))
+                assert_same_bits(inp.cpu(), shards[comm.rank])
+
+
+def check_unequal_parts(comm: Communicator, numel_of: Callable[[int, int], int]) -> None:
+    """all_to_all_single with splits. numel_of(src, dst): how many rows of three go from src to
+    dst.
+    """
+    ranks = range(comm.world_size)
+    sent = [[numel_of(src, dst) for dst in ranks] for src in ranks]
+    shards = [torch.arange(3.0 * sum(row)).view(-1, 3) + 1000 * src for src, row in enumerate(sent)]
+    inp = shards[comm.rank].to(comm.device, copy=True)
+    out_splits = [row[comm.rank] for row in sent]
+    out = torch.zeros(sum(out_splits), 3, device=comm.device)
+    comm.all_to_all_single(out, inp, out_splits, sent[comm.rank])
+    own = [shards[src].split(sent[src])[comm.rank] for src in ranks]
+    assert_same_bits(out.cpu(), torch.cat(own))
+
+
 CHECKS = {
     "all_reduce": _check_all_reduces,
     "reduce_scatter_single": _check_reduce_scatters,
     "all_gather_single": _check_all_gathers,
     "broadcast": _check_broadcasts,
+    "gather": _check_gathers,
+    "scatter": _check_scatters,
+    "all_to_all_single": _check_all_to_alls,
 }

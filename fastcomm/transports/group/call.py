@@ -22,6 +22,7 @@ from fastcomm.comm.collective import (
     CPU_DTYPES,
     HALVES,
     REDUCTIONS,
+    ROOTED,
     SHADOW,
     SKIP,
     WEIGHTED_OPS,
@@ -42,6 +43,9 @@ KINDS = (
     "broadcast",
     "all_gather_single",
     "reduce_scatter_single",
+    "gather",
+    "scatter",
+    "all_to_all_single",
     "abandon",
     SHADOW,
 )
@@ -65,7 +69,7 @@ class Call:
     dtype: torch.dtype = torch.uint8
     wire: torch.dtype = torch.uint8
     op: str = "sum"
-    src: int = 0
+    root: int = 0
     label: int = 0
     step: int = 0
     weight: float = field(default=0.0, compare=False)
@@ -88,10 +92,10 @@ class Call:
         """
         if not all(0 <= number < end for number, end in zip(numbers, _ENDS, strict=False)):
             raise FastcommError(f"rank {rank} has announced {numbers}, which is no collective")
-        kind, numel, dtype, wire, op, src, label, step, *bits = numbers
+        kind, numel, dtype, wire, op, root, label, step, *bits = numbers
         dtypes = CPU_DTYPES[dtype], SENT_DTYPES[wire]
         weight, scale = struct.unpack("dd", struct.pack("qq", *bits))
-        return Call(KINDS[kind], numel, *dtypes, BUCKET_OPS[op], src, label, step, weight, scale)
+        return Call(KINDS[kind], numel, *dtypes, BUCKET_OPS[op], root, label, step, weight, scale)
 
     @property
     def shard_key(self) -> tuple[object, ...]:
@@ -105,7 +109,7 @@ class Call:
             self.dtype if self.numel else None,
             self.numel,
             op=self.op if has_op else None,
-            src=self.src if self.kind == "broadcast" else -1,
+            root=self.root if self.kind in ROOTED else -1,
             label=self.label,
             step=self.step,
         )
@@ -130,7 +134,7 @@ class Call:
             self.numel,
             self.dtype,
             op=self.op if self.kind in ("all_reduce", "reduce_scatter_single") else None,
-            src=self.src if self.kind == "broadcast" else None,
+            root=self.root if self.kind in ROOTED else None,
             wire=self.wire,
             label=self.label,
             step=self.step,

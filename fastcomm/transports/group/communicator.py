@@ -36,14 +36,18 @@ from fastcomm.comm.collective import (
     Op,
     as_pairs,
     canonical_op,
+    check_absent,
+    check_apart,
     check_numel,
     check_out,
-    check_src,
+    check_root,
+    check_whole,
     is_wrapper,
     refuse_dtype,
     refuse_tensor,
     shard_of,
 )
+from fastcomm.comm.splits import agree_on_parts
 from fastcomm.comm.transport import Transport, Weight
 from fastcomm.comm.watchdog import Notes
 from fastcomm.errors import FastcommError
@@ -141,21 +145,21 @@ class GroupCommunicator(Transport):
         self, tensor: Tensor, src: int = 0, *, async_op: bool = False
     ) -> GroupWork | None:
         flat = self._check(tensor)
-        check_src(src, self.world_size)
-        call = Call("broadcast", flat.numel(), flat.dtype, flat.dtype, src=src)
+        check_root("src", src, self.world_size)
+        call = Call("broadcast", flat.numel(), flat.dtype, flat.dtype, root=src)
         transfer = Transfer(lambda _, rows, __: self._exchange.broadcast(flat, src, rows))
         return self._begin(GroupWork(self._queue, call, transfer, flat), async_op)
 
     def broadcast_all(self, tensors: list[Tensor], src: int = 0, *, label: int = 0) -> None:
         """One collective, so that no exception can split it."""
         flats = [as_bytes(self._check(tensor)) for tensor in tensors]
-        check_src(src, self.world_size)
+        check_root("src", src, self.world_size)
 
         def move(*_: object) -> None:
             for flat in flats:
                 self._exchange.broadcast(flat, src)
 
-        call = Call("broadcast", sum(map(len, flats)), src=src, label=label)
+        call = Call("broadcast", sum(map(len, flats)), root=src, label=label)
         self._begin(GroupWork(self._queue, call, Transfer(move)), False)
 
     def all_gather_single(
@@ -177,6 +181,71 @@ class GroupCommunicator(Transport):
         call = Call("reduce_scatter_single", flat.numel(), flat.dtype, flat.dtype, op)
         transfer = Transfer(functools.partial(self._exchange.reduce_scatter, part, flat))
         return self._begin(GroupWork(self._queue, call, transfer, flat), async_op)
+
+    def gather(
+        self, out: Tensor | None, inp: Tensor, dst: int = 0, *, async_op: bool = False
+    ) -> GroupWork | None:
+        flat = self._check(inp)
+        check_root("dst", dst, self.world_size)
+        none = flat[:0]
+        sent, received = [none] * self.world_size, [none] * self.world_size
+        sent[dst] = flat
+        if self.rank == dst:
+            whole = self._check_out("gather", out, inp, inp.numel() * self.world_size)
+            received = list(whole.view(self.world_size, flat.numel()))
+        else:
+            check_absent("out", out, dst)
+        call = Call("gather", flat.numel(), flat.dtype, flat.dtype, root=dst)
+        return self._trade(call, received, sent, async_op)
+
+    def scatter(
+        self, out: Tensor, inp: Tensor | None, src: int = 0, *, async_op: bool = False
+    ) -> GroupWork | None:
+        flat = self._check(out)
+        check_root("src", src, self.world_size)
+        none = flat[:0]
+        sent, received = [none] * self.world_size, [none] * self.world_size
+        received[src] = flat
+        if self.rank == src:
+            whole = self._check(inp)
+            assert inp is not None  # for the type checker
+            check_whole("scatter", inp, out, self.world_size)
+            sent = list(whole.view(self.world_size, flat.numel()))
+        else:
+            check_absent("inp", inp, src)
+        call = Call("scatter", flat.numel(), flat.dtype, flat.dtype, root=src)
+        return self._trade(call, received, sent, async_op)
+
+    def all_to_all_single(
+        self,
+        out: Tensor,
+        inp: Tensor,
+        out_splits: Sequence[int] | None = None,
+        in_splits: Sequence[int] | None = None,
+        *,
+        async_op: bool = False,
+    ) -> GroupWork | None:
+        name = "all_to_all_single"
+        flat = self._check(inp)
+        is_equal = out_splits is None and in_splits is None
+        whole = self._check_out(name, out, inp, (inp if is_equal else out).numel())
+        check_apart(name, out, inp)
+        if is_equal:
+            numel = shard_of(name, flat, self.world_size)
+            parts = [[numel] * self.world_size] * self.world_size
+        else:
+            parts = agree_on_parts(self, out, inp, out_splits, in_splits)
+        received = whole.split([row[self.rank] for row in parts])
+        longest = max(map(max, parts))
+        call = Call(name, self.world_size * longest, flat.dtype, flat.dtype)
+        return self._trade(call, received, flat.split(parts[self.rank]), async_op)
+
+    def _trade(
+        self, call: Call, received: Sequence[Tensor], sent: Sequence[Tensor], async_op: bool
+    ) -> GroupWork | None:
+        """Sends every rank a tensor, and receives one from each."""
+        transfer = Transfer(lambda *_: self._exchange.trade(received, sent))
+        return self._begin(GroupWork(self._queue, call, transfer), async_op)
 
     def barrier(self, *, async_op: bool = False) -> GroupWork | None:
         """The announcement is the whole barrier."""
@@ -237,7 +306,7 @@ class GroupCommunicator(Transport):
         work.run()
         return None
 
-    def _check(self, tensor: Tensor, op: str = "sum") -> Tensor:
+    def _check(self, tensor: object, op: str = "sum") -> Tensor:
         """Checks that the communicator can be used and can take the tensor. Returns a flat view of
         it, a complex one as pairs.
         """
@@ -249,8 +318,9 @@ class GroupCommunicator(Transport):
             refuse_dtype(tensor.dtype, CPU_DTYPES)
         return tensor.detach().view(-1)
 
-    def _check_out(self, name: str, out: Tensor, inp: Tensor, numel: int) -> Tensor:
+    def _check_out(self, name: str, out: Tensor | None, inp: Tensor, numel: int) -> Tensor:
         flat = self._check(out)
+        assert out is not None  # for the type checker
         check_out(name, out, inp, numel)
         return flat
 

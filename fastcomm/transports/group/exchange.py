@@ -305,6 +305,11 @@ class Exchange:
             if chunk.numel():
                 self._wait(self.group.broadcast([chunk], options))
 
+    def trade(self, received: Sequence[Tensor], sent: Sequence[Tensor]) -> None:
+        """Sends every rank a tensor, and receives one from each, which may be empty."""
+        received[self._rank].copy_(sent[self._rank])
+        self._swap(received, sent)
+
     def _chunks(self, part: Tensor, whole: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Pieces of a part, each with its columns of `whole`, where every rank's part is a row."""
         n = max(1, CHUNK_NBYTES // part.element_size() // self._world_size)
@@ -312,17 +317,32 @@ class Exchange:
         for begin in range(0, part.numel(), n):
             yield part[begin : begin + n], rows[:, begin : begin + n]
 
-    def _swap(self, incoming: Tensor, outgoing: Tensor) -> None:
+    def _swap(
+        self, incoming: Tensor | Sequence[Tensor], outgoing: Tensor | Sequence[Tensor]
+    ) -> None:
         """Sends every other rank its row, and receives theirs."""
         others = [(self._rank + i) % self._world_size for i in range(1, self._world_size)]
-        works = [self.group.recv([incoming[rank]], rank, _SWAPPED) for rank in others]
-        works += [self.group.send([outgoing[rank]], rank, _SWAPPED) for rank in others]
+        works = [
+            self.group.recv([piece], rank, _SWAPPED)
+            for rank in others
+            for piece in _pieces(incoming[rank])
+        ]
+        works += [
+            self.group.send([piece], rank, _SWAPPED)
+            for rank in others
+            for piece in _pieces(outgoing[rank])
+        ]
         for work in works:
             self._wait(work)
 
     def _wait(self, work: Any) -> None:
         work.wait()
         self.moved_at = time.monotonic()
+
+
+def _pieces(row: Tensor) -> Sequence[Tensor]:
+    """What is moved of it at a time: progress, by which deadlines are counted, comes with each."""
+    return as_bytes(row).split(CHUNK_NBYTES) if row.numel() else ()
 
 
 def _keep_groups() -> None:

@@ -2,12 +2,12 @@ from fastcomm.transports.nccl.library cimport ncclComm_t
 
 
 cdef enum Kind:
-    ALL_REDUCE, BROADCAST, ALL_GATHER, REDUCE_SCATTER, REDUCE
+    ALL_REDUCE, BROADCAST, ALL_GATHER, REDUCE_SCATTER, REDUCE, SEND, RECV
     # no calls of their own, but what an in-flight record stands for
-    REDUCE_SCATTER_V, ALL_GATHER_V, REGISTRATION, MEETING
+    GATHER, SCATTER, ALL_TO_ALL, REDUCE_SCATTER_V, ALL_GATHER_V, REGISTRATION, MEETING
 
 
-# One call into NCCL.
+# One call into NCCL. root: also the rank to send to, or to receive from.
 cdef struct Call:
     Kind kind
     void *source
@@ -18,6 +18,9 @@ cdef struct Call:
 
 cdef int call_all(const Call *calls, size_t n, ncclComm_t comm, void *stream) noexcept nogil
 cdef const char *name_of(const Call *call) noexcept
+cdef size_t trade(
+    Call *calls, char *source, char *target, list sent, list received, size_t itemsize, int dtype
+) except? 0
 cdef size_t reduce_scatter_v(
     Call *calls, char *flat, size_t itemsize, int dtype, tuple bounds, int rank
 ) except? 0

@@ -12,6 +12,7 @@ from fastcomm.transports.nccl.library cimport nccl, ncclComm_t, ncclSuccess
 
 cdef tuple NAMES = (
     b"ncclAllReduce", b"ncclBroadcast", b"ncclAllGather", b"ncclReduceScatter", b"ncclReduce",
+    b"ncclSend", b"ncclRecv",
 )  # by Kind
 
 
@@ -51,9 +52,32 @@ cdef int _call(const Call *call, ncclComm_t comm, void *stream) noexcept nogil:
         return nccl.reduce(
             call.source, call.target, call.numel, call.dtype, call.op, call.root, comm, stream
         )
+    if call.kind == SEND:
+        return nccl.send(call.source, call.numel, call.dtype, call.root, comm, stream)
+    if call.kind == RECV:
+        return nccl.recv(call.target, call.numel, call.dtype, call.root, comm, stream)
     return nccl.reduce_scatter(
         call.source, call.target, call.numel, call.dtype, call.op, comm, stream
     )
+
+
+cdef size_t trade(
+    Call *calls, char *source, char *target, list sent, list received, size_t itemsize, int dtype
+) except? 0:
+    """Fills in the calls that send each rank so many elements of `source`, one rank's after the
+    other, and receive in `target` so many from each: two for each rank at most. Returns how many.
+    """
+    cdef size_t n = 0, numel
+    cdef int rank
+    for rank, numel in enumerate(sent):
+        if numel:
+            calls[n] = Call(SEND, source, NULL, numel, dtype, 0, rank)
+            n, source = n + 1, source + numel * itemsize
+    for rank, numel in enumerate(received):
+        if numel:
+            calls[n] = Call(RECV, NULL, target, numel, dtype, 0, rank)
+            n, target = n + 1, target + numel * itemsize
+    return n
 
 
 cdef size_t reduce_scatter_v(

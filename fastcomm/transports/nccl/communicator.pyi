@@ -1,3 +1,4 @@
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -44,6 +45,21 @@ class NcclCommunicator(Transport):
     ) -> NcclWork | None: ...
     def reduce_scatter_single(
         self, out: Tensor, inp: Tensor, op: Op = "sum", *, async_op: bool = False
+    ) -> NcclWork | None: ...
+    def gather(
+        self, out: Tensor | None, inp: Tensor, dst: int = 0, *, async_op: bool = False
+    ) -> NcclWork | None: ...
+    def scatter(
+        self, out: Tensor, inp: Tensor | None, src: int = 0, *, async_op: bool = False
+    ) -> NcclWork | None: ...
+    def all_to_all_single(
+        self,
+        out: Tensor,
+        inp: Tensor,
+        out_splits: Sequence[int] | None = None,
+        in_splits: Sequence[int] | None = None,
+        *,
+        async_op: bool = False,
     ) -> NcclWork | None: ...
     def barrier(self, *, async_op: bool = False) -> NcclWork | None: ...
     def bind_bucket(

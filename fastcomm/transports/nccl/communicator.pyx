@@ -12,10 +12,12 @@ import weakref
 import torch
 
 from fastcomm.comm.collective import (
-    WIRE_DTYPES, addends_of_mean, as_pairs, canonical_op, check_numel, check_out, check_src,
-    is_wrapper, mean_of_addends, refuse_error_feedback, refuse_tensor, shard_of,
+    WIRE_DTYPES, addends_of_mean, as_pairs, canonical_op, check_absent, check_apart, check_numel,
+    check_out, check_root, check_whole, is_wrapper, mean_of_addends, refuse_error_feedback,
+    refuse_tensor, shard_of,
 )
 from fastcomm.comm.abandonment import is_abandoned_already, leave_backward
+from fastcomm.comm.splits import agree_on_parts
 from fastcomm.comm.transport import Transport
 from fastcomm.errors import FastcommError
 from fastcomm.transports.nccl import rounds
@@ -28,8 +30,8 @@ from libc.stdlib cimport calloc, free
 from fastcomm.transports.cuda.clock cimport DeviceClock
 from fastcomm.transports.cuda.driver cimport CUcontext, CUstream, Device, Event, check, driver
 from fastcomm.transports.nccl.calls cimport (
-    ALL_GATHER, ALL_REDUCE, BROADCAST, REDUCE_SCATTER, ALL_GATHER_V, Call, Kind, call_all, name_of,
-    all_gather_v,
+    ALL_GATHER, ALL_GATHER_V, ALL_REDUCE, ALL_TO_ALL, BROADCAST, GATHER, REDUCE_SCATTER, SCATTER,
+    Call, Kind, all_gather_v, call_all, name_of, trade,
 )
 from fastcomm.transports.nccl.lane cimport Lane, InFlight
 from fastcomm.transports.nccl.launches cimport Launches
@@ -328,13 +330,13 @@ cdef class NcclCommunicator:
 
     def broadcast(self, tensor, int src=0, *, bint async_op=False):
         tensor = self._check(tensor)
-        check_src(src, self.world_size)
+        check_root("src", src, self.world_size)
         return self._collective(BROADCAST, tensor, tensor, None, src, async_op, None)
 
     def broadcast_all(self, list tensors, int src=0, *, uint32_t label=0):
         """Broadcasts many tensors of any dtype, in one launch."""
         tensors = [self._check(tensor) for tensor in tensors]
-        check_src(src, self.world_size)
+        check_root("src", src, self.world_size)
         cdef NcclWork work = self._new_work(False)
         cdef InFlight in_flight = work.in_flight
         cdef size_t n = 0
@@ -390,6 +392,55 @@ cdef class NcclCommunicator:
         if tensor.dtype in FP8:
             raise TypeError(f"no mean of {tensor.dtype} tensors: use op='sum'")
 
+    # One group of sends and receives.
+
+    def gather(self, out, inp, int dst=0, *, bint async_op=False):
+        source = self._check(inp)
+        check_root("dst", dst, self.world_size)
+        sent, received = self._nothing(), self._nothing()
+        sent[dst] = source.numel()
+        if self.rank == dst:
+            out = self._check_out("gather", out, inp, inp.numel() * self.world_size)
+            received = [source.numel()] * self.world_size
+        else:
+            check_absent("out", out, dst)
+        return self._trade(GATHER, source, out, sent, received, source.numel(), dst, async_op)
+
+    def scatter(self, out, inp, int src=0, *, bint async_op=False):
+        target = self._check(out)
+        check_root("src", src, self.world_size)
+        sent, received = self._nothing(), self._nothing()
+        received[src] = target.numel()
+        if self.rank == src:
+            whole = self._check(inp)
+            check_whole("scatter", inp, out, self.world_size)
+            inp, sent = whole, [target.numel()] * self.world_size
+        else:
+            check_absent("inp", inp, src)
+        return self._trade(SCATTER, inp, target, sent, received, target.numel(), src, async_op)
+
+    def all_to_all_single(self, out, inp, out_splits=None, in_splits=None, *, bint async_op=False):
+        source = self._check(inp)
+        is_equal = out_splits is None and in_splits is None
+        target = self._check_out(
+            "all_to_all_single", out, inp, inp.numel() if is_equal else out.numel()
+        )
+        check_apart("all_to_all_single", out, inp)
+        if is_equal:
+            sent = [shard_of("all_to_all_single", source, self.world_size)] * self.world_size
+            received = sent
+        else:
+            self.refuse_capture("all_to_all_single() with splits")
+            parts = agree_on_parts(self, out, inp, out_splits, in_splits)
+            sent, received = parts[self.rank], [row[self.rank] for row in parts]
+        return self._trade(
+            ALL_TO_ALL, source, target, sent, received, source.numel(), 0, async_op
+        )
+
+    cdef list _nothing(self):
+        """How many elements go to each rank, or come from it, where there are none."""
+        return [0] * self.world_size
+
     def barrier(self, *, bint async_op=False):
         """Returns when every rank has called it, and all that was launched on the current stream
         before is done.
@@ -433,20 +484,56 @@ cdef class NcclCommunicator:
     cdef object _collective(self, Kind kind, inp, out, op, int root, bint async_op, divided):
         """Launches one collective. divided: the tensor for the mean of what is summed in `out`."""
         cdef NcclWork work = self._new_work(async_op)
-        cdef InFlight in_flight = work.in_flight
         cdef Call call
         call.kind, call.root, call.dtype = kind, root, dtype_number(inp.dtype)
         call.source, call.target = <void *><size_t>inp.data_ptr(), <void *><size_t>out.data_ptr()
         call.numel = out.numel() if kind == REDUCE_SCATTER else inp.numel()
         call.op = 0 if op is None else op_number(op)
-        in_flight.kind, in_flight.root, in_flight.label = kind, root, 0
-        in_flight.dtype, in_flight.numel = inp.dtype, inp.numel()
+        self._note(work.in_flight, kind, inp.dtype, inp.numel(), root)
         self._launch(work, op, &call, 1)
         work.tensors = (out, inp)
         if divided is not None:
             work.tensors, work.divide_by = (divided, out, inp), self.world_size
+        return self._launched(work, async_op)
+
+    cdef object _trade(
+        self, Kind kind, source, target, list sent, list received, size_t numel, int root,
+        bint async_op,
+    ):
+        """Launches sends and receives: see calls.trade. numel: of what the ranks call alike."""
+        cdef NcclWork work = self._new_work(async_op)
+        cdef size_t n
+        cdef char *source_data = NULL
+        cdef char *target_data = NULL
+        cdef Call *calls = <Call *>calloc(2 * self.world_size, sizeof(Call))
+        if calls == NULL:
+            raise MemoryError("out of memory")
+        try:
+            any_tensor = target if source is None else source
+            if source is not None:
+                source_data = <char *><size_t>source.data_ptr()
+            if target is not None:
+                target_data = <char *><size_t>target.data_ptr()
+            n = trade(
+                calls, source_data, target_data, sent, received, any_tensor.element_size(),
+                dtype_number(any_tensor.dtype),
+            )
+            self._note(work.in_flight, kind, any_tensor.dtype, numel, root)
+            self._launch(work, None, calls, n)
+        finally:
+            free(calls)
+        work.tensors = (target, source)
+        return self._launched(work, async_op)
+
+    cdef int _note(self, InFlight in_flight, Kind kind, dtype, size_t numel, int root) except -1:
+        """What the ranks call, for messages."""
+        in_flight.kind, in_flight.root, in_flight.label = kind, root, 0
+        in_flight.dtype, in_flight.numel = dtype, numel
+        return 0
+
+    cdef object _launched(self, NcclWork work, bint async_op):
         if async_op and not work.is_captured:
-            in_flight.tensors = work.tensors  # kept also if nobody waits
+            work.in_flight.tensors = work.tensors  # kept also if nobody waits
         if async_op:
             return work
         work.wait()

@@ -58,6 +58,10 @@ cdef struct Nccl:
                       void *stream) noexcept nogil
     int (*reduce_scatter)(const void *inp, void *out, size_t numel, int dtype, int op,
                           ncclComm_t comm, void *stream) noexcept nogil
+    int (*send)(const void *inp, size_t numel, int dtype, int peer, ncclComm_t comm,
+                void *stream) noexcept nogil
+    int (*recv)(void *out, size_t numel, int dtype, int peer, ncclComm_t comm,
+                void *stream) noexcept nogil
     int (*group_start)() noexcept nogil
     int (*group_end)() noexcept nogil
     int (*mem_alloc)(void **memory, size_t nbytes) noexcept nogil  # 2.19

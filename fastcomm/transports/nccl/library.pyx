@@ -156,6 +156,8 @@ cdef int _find_symbols(void *handle) except -1:
     _find(<void **>&nccl.reduce, handle, b"ncclReduce")
     _find(<void **>&nccl.all_gather, handle, b"ncclAllGather")
     _find(<void **>&nccl.reduce_scatter, handle, b"ncclReduceScatter")
+    _find(<void **>&nccl.send, handle, b"ncclSend")
+    _find(<void **>&nccl.recv, handle, b"ncclRecv")
     _find(<void **>&nccl.group_start, handle, b"ncclGroupStart")
     _find(<void **>&nccl.group_end, handle, b"ncclGroupEnd")
     return 0

@@ -9,7 +9,7 @@ cdef tuple OP_NAMES = BUCKET_OPS, DTYPES = CPU_DTYPES
 cdef dict OP_CODES = {op: BUCKET_OP_CODES[op] for op in OPS}
 cdef tuple KIND_NAMES = (
     "nothing", "barrier", "all_reduce", "broadcast", "all_gather_single", "reduce_scatter_single",
-    "reduce_scatter_v", "all_gather_v", "abandon", SHADOW,
+    "gather", "scatter", "all_to_all_single", "reduce_scatter_v", "all_gather_v", "abandon", SHADOW,
 )
 
 
@@ -27,7 +27,7 @@ cdef str in_words(shm_descriptor d):
     return sentence(
         KIND_NAMES[d.kind], d.numel, DTYPES[d.dtype],
         op=OP_NAMES[d.op] if _reduces(&d) else None,
-        src=d.root if d.kind == SHM_BROADCAST else None, label=d.label, step=d.step,
+        root=d.root if _has_root(&d) else None, label=d.label, step=d.step,
     )
 
 
@@ -35,12 +35,16 @@ cdef Entry noted(FlightRecorder flight, const shm_descriptor *d, uint32_t seq):
     return flight.note(
         <str>KIND_NAMES[d.kind], DTYPES[d.dtype] if d.numel else None, d.numel, seq,
         <str>OP_NAMES[d.op] if _reduces(d) else None,
-        d.root if d.kind == SHM_BROADCAST else -1, d.label, d.step,
+        d.root if _has_root(d) else -1, d.label, d.step,
     )
 
 
 cdef inline bint _reduces(const shm_descriptor *d) noexcept:
     return d.kind in (SHM_ALL_REDUCE, SHM_REDUCE_SCATTER, SHM_REDUCE_SCATTER_V)
+
+
+cdef inline bint _has_root(const shm_descriptor *d) noexcept:
+    return d.kind in (SHM_BROADCAST, SHM_GATHER, SHM_SCATTER)
 
 
 cdef int op_code(op) except -1:

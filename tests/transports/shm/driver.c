@@ -35,7 +35,9 @@ bool is_in_place(uint32_t kind) {
 
 static uint64_t output_numel(const struct rank *me, const struct shm_descriptor *d) {
     uint64_t n = (uint64_t)me->world_size;
+    bool is_root = (int)d->root == me->rank;
     return d->kind == SHM_ALL_GATHER       ? d->numel * n
+           : d->kind == SHM_GATHER         ? (is_root ? d->numel * n : 0)
            : d->kind == SHM_REDUCE_SCATTER ? d->numel / n
                                            : d->numel;
 }
@@ -49,16 +51,17 @@ struct request prepare(struct rank *me, uint32_t kind, uint32_t op, uint32_t dty
     if (kind == SHM_BARRIER) {
         return q;
     }
-    if (kind == SHM_BROADCAST) {
+    if (kind == SHM_BROADCAST || kind == SHM_GATHER || kind == SHM_SCATTER) {
         q.descriptor.root = (uint32_t)numel % (uint32_t)me->world_size;
     }
     q.input = room;
     q.output = is_in_place(kind) ? room : room + AREA_BYTES;
-    if (q.in_arena) {
+    if (q.in_arena && kind != SHM_SCATTER) {
         q.descriptor.where = (uint64_t)(room - me->world->segments[me->rank]);
     }
     size_t itemsize = shm_dtype_size(dtype);
-    for (uint64_t i = 0; i < numel; i++) {
+    uint64_t n_parts = kind == SHM_SCATTER ? (uint64_t)me->world_size : 1;
+    for (uint64_t i = 0; i < numel * n_parts; i++) {
         union element e = element_of(dtype, q.seed, me->rank, i);
         memcpy(q.input + i * itemsize, &e, itemsize);
     }
@@ -96,7 +99,15 @@ static union element expected(const struct rank *me, const struct request *q, ui
         return expected_of_shards(me, q, index);
     case SHM_BROADCAST:
         return element_of(d->dtype, q->seed, (int)d->root, index);
+    case SHM_ALL_TO_ALL: {
+        uint64_t part = d->numel / (uint64_t)me->world_size;
+        return element_of(d->dtype, q->seed, (int)(index / part),
+                          part * (uint64_t)me->rank + index % part);
+    }
+    case SHM_SCATTER:
+        return element_of(d->dtype, q->seed, (int)d->root, d->numel * (uint64_t)me->rank + index);
     case SHM_ALL_GATHER:
+    case SHM_GATHER:
         return element_of(d->dtype, q->seed, (int)(index / d->numel), index % d->numel);
     case SHM_REDUCE_SCATTER:
         return reduced(d->dtype, d->op, q->seed, me->world_size,

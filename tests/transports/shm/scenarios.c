@@ -18,7 +18,7 @@ static char *room_of(struct rank *me, int place, size_t skew) {
 
 static void one_of(struct rank *me, uint32_t kind, uint32_t op, uint32_t dtype, uint64_t numel,
                    int place) {
-    if (kind == SHM_REDUCE_SCATTER) {
+    if (kind == SHM_REDUCE_SCATTER || kind == SHM_ALL_TO_ALL) {
         uint64_t n = (uint64_t)me->world_size;
         numel = (numel + n - 1) / n * n;
     }
@@ -71,6 +71,9 @@ static void every_collective(struct rank *me) {
                 }
                 one_of(me, SHM_BROADCAST, 0, dtype, sizes[i], place);
                 one_of(me, SHM_ALL_GATHER, 0, dtype, sizes[i], place);
+                one_of(me, SHM_GATHER, 0, dtype, sizes[i], place);
+                one_of(me, SHM_SCATTER, 0, dtype, sizes[i], place);
+                one_of(me, SHM_ALL_TO_ALL, 0, dtype, sizes[i], place);
                 one_of(me, SHM_BARRIER, 0, 0, 0, place);
             }
         }
@@ -85,6 +88,9 @@ static void some_on_many_ranks(struct rank *me) {
             one_of(me, SHM_ALL_REDUCE, SHM_MEAN, dtype, 3001, place);
             one_of(me, SHM_REDUCE_SCATTER, SHM_MAX, dtype, 3001, place);
             one_of(me, SHM_ALL_GATHER, 0, dtype, 501, place);
+            one_of(me, SHM_GATHER, 0, dtype, 501, place);
+            one_of(me, SHM_SCATTER, 0, dtype, 501, place);
+            one_of(me, SHM_ALL_TO_ALL, 0, dtype, 3001, place);
             one_of(me, SHM_BROADCAST, 0, dtype, 3001, place);
         }
     }
@@ -97,6 +103,9 @@ static void many_chunks(struct rank *me) {
         one_of(me, SHM_ALL_REDUCE, SHM_SUM, SHM_FLOAT32, numel, PRIVATE);
         one_of(me, SHM_BROADCAST, 0, SHM_FLOAT32, numel + (uint64_t)i, MIXED);
         one_of(me, SHM_ALL_GATHER, 0, SHM_FLOAT32, numel, PRIVATE);
+        one_of(me, SHM_GATHER, 0, SHM_FLOAT32, numel / 4, MIXED);
+        one_of(me, SHM_SCATTER, 0, SHM_FLOAT32, numel / 4, PRIVATE);
+        one_of(me, SHM_ALL_TO_ALL, 0, SHM_FLOAT32, numel, MIXED);
         one_of(me, SHM_REDUCE_SCATTER, SHM_SUM, SHM_FLOAT32, numel, MIXED);
     }
 }
