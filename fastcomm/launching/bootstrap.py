@@ -91,8 +91,8 @@ class StoreBootstrap:
         self.world_size = world_size
         self.caller = caller.name
         self._advice = caller.advice
-        self._names = names or range(world_size)
-        self.name = f"rank {self._names[rank]}"
+        self.names = names or range(world_size)
+        self.name = f"rank {self.names[rank]}"
         self._look_at_peers = look
         self._pass_on = pass_on
         self._store = store
@@ -172,7 +172,7 @@ class StoreBootstrap:
             raise self.lost(error) from error
 
     def _what_from(self, rank: int) -> str:
-        return f"what {self.name} has got from rank {self._names[rank]}"
+        return f"what {self.name} has got from rank {self.names[rank]}"
 
     def lost(self, error: RuntimeError) -> InitError:
         return InitError(f"{self.name} lost the meeting point (did rank 0 end?): {error}")
@@ -189,8 +189,8 @@ class StoreBootstrap:
 
     def _missing(self) -> InitError:
         came = [self._store.check([f"{self._exchange}/{r}"]) for r in range(self.world_size)]
-        missing = [name for name, is_there in zip(self._names, came, strict=True) if not is_there]
-        missing = missing or [self._names[0]]  # has not passed on what it has
+        missing = [name for name, is_there in zip(self.names, came, strict=True) if not is_there]
+        missing = missing or [self.names[0]]  # has not passed on what it has
         waited = f"waited {self.timeout.total_seconds():g} s in {self.caller}"
         return InitError(
             f"{self.name} {waited} for {self.world_size} ranks; missing: rank "

@@ -129,7 +129,7 @@ def _connect_all(
 ) -> tuple[Transport, list[int]]:
     """Makes the communicator of ranks that have met. Returns the ranks of this host, too."""
     with _told_to_all(bootstrap):
-        neighbours = _neighbours(bootstrap)
+        neighbours = _neighbours(bootstrap, backend, place)
         if _is_nccl(backend, place):
             comm: Transport = _connect_on_cuda(bootstrap, timeout, place, neighbours, *ctas)
         else:
@@ -168,7 +168,7 @@ def connect(
         _warn_of_torch()
     _answer_others()
     with _told_to_all(bootstrap):
-        neighbours = _neighbours(bootstrap)
+        neighbours = _neighbours(bootstrap, "auto", device)
         if device.type == "cuda":
             return _connect_on_cuda(bootstrap, timeout, device, neighbours), neighbours.ranks
         comm = _connect_on_cpu("auto", bootstrap, timeout, None, neighbours)
@@ -335,13 +335,26 @@ def _cores_of(pid: int) -> set[int]:
         return os.sched_getaffinity(0)
 
 
-def _neighbours(bootstrap: StoreBootstrap) -> _Neighbours:
-    """Finds out which ranks run on which host: the ranks exchange it."""
-    identities = bootstrap.exchange(_host_identity(), str)
+def _neighbours(bootstrap: StoreBootstrap, backend: str, place: torch.device) -> _Neighbours:
+    """Finds out which ranks run on which host: the ranks exchange it. Raises InitError, on all of
+    them, where they ask for different backends.
+    """
+    asked = "nccl" if _is_nccl(backend, place) else backend
+    told = bootstrap.exchange([_host_identity(), asked], (str, str))
     hosts: dict[str, list[int]] = {}
-    for rank, identity in enumerate(identities):
+    by_backend: dict[str, list[int]] = {}
+    for rank, (identity, theirs) in enumerate(told):
         hosts.setdefault(identity, []).append(rank)
-    neighbours = hosts[identities[bootstrap.rank]]
+        by_backend.setdefault(theirs, []).append(bootstrap.names[rank])
+    if len(by_backend) > 1:
+        each = "; ".join(
+            f"rank {', '.join(map(str, ranks))}: {theirs}" for theirs, ranks in by_backend.items()
+        )
+        raise InitError(
+            f"the ranks ask for different backends ({each}): pass every rank the same backend, and "
+            "devices of one kind"
+        )
+    neighbours = hosts[told[bootstrap.rank][0]]
     mine = launchers.local_rank(bootstrap.rank, bootstrap.world_size)
     local_rank = neighbours.index(bootstrap.rank) if mine is None else mine
     return _Neighbours(neighbours, local_rank, list(hosts.values()))

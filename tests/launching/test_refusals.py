@@ -66,6 +66,17 @@ def test_ranks_that_disagree_about_the_world_size_are_refused():
     assert_all_refused(outcomes, "world_size", r"\b3\b", r"\b4\b")
 
 
+def _init_with(place, backends):
+    _init(place, backend=backends[place.rank])
+
+
+@pytest.mark.parametrize("backends", [("shm", "group", "shm"), ("auto", "auto", "hierarchical")])
+def test_ranks_that_ask_for_different_backends_are_refused_on_all(backends):
+    outcomes = fresh_ranks(3, _init_with, backends)
+    each = [f"rank 0, 2: {backends[0]}; rank 1: group", "rank 0, 1: auto; rank 2: hierarchical"]
+    assert_all_refused(outcomes, "different backends", each[backends[0] == "auto"])
+
+
 @pytest.mark.parametrize("rank, world_size", [(2, 2), (-1, 2), (0, 0), (5, 1)])
 def test_a_rank_outside_the_world_is_refused(rank, world_size):
     outcomes = fresh_ranks(1, _init, (rank,), (world_size,))

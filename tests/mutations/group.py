@@ -36,6 +36,25 @@ MUTATIONS = (
         ),
     ),
     Mutation(
+        name="group: a rank's own part stays where it was",
+        file=EXCHANGE,
+        within="Exchange.trade",
+        old="received[self._rank].copy_(sent[self._rank])",
+        new="",
+        tests=("tests/contract/test_results.py",),
+    ),
+    Mutation(
+        name="splits: nobody compares what ranks send and expect",
+        file="fastcomm/comm/splits.py",
+        within="agree_on_parts",
+        old="parts[src][dst] != n",
+        new="False",
+        tests=(
+            "tests/contract/test_mismatches.py::"
+            "test_parts_that_others_do_not_expect_are_named_on_every_rank",
+        ),
+    ),
+    Mutation(
         name="group: abandon() posts another one though it joins the others",
         file=QUEUE,
         within="WorkQueue._post_abandonment",

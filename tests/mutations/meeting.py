@@ -131,6 +131,14 @@ MUTATIONS = (
         ),
     ),
     Mutation(
+        name="rendezvous: nobody compares the backends that ranks ask for",
+        file=RENDEZVOUS,
+        within="_neighbours",
+        old="len(by_backend) > 1",
+        new="False",
+        tests=("tests/launching/test_refusals.py",),
+    ),
+    Mutation(
         name="bootstrap: communicators of one process meet at one place",
         file=BOOTSTRAP,
         within="_enter_part",

@@ -126,8 +126,8 @@ MUTATIONS = (
     Mutation(
         name="order: nothing keeps the tensors of a work that nobody waits for",
         file=COMMUNICATOR,
-        within="NcclCommunicator._collective",
-        old="in_flight.tensors = work.tensors  # kept also if nobody waits",
+        within="NcclCommunicator._launched",
+        old="work.in_flight.tensors = work.tensors  # kept also if nobody waits",
         new="pass",
         tests=(FOR_NOTHING,),
     ),
