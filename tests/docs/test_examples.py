@@ -27,6 +27,15 @@ def run(example: str, *arguments: str) -> str:
     return printed_by(ROOT / "examples" / example, *arguments)
 
 
+def test_every_script_is_in_the_index() -> None:
+    listed = (ROOT / "docs/index.md").read_text()
+    scripts = [
+        script for script in (ROOT / "examples").glob("*.py") if "__main__" in script.read_text()
+    ]
+    missing = [script.name for script in scripts if f"../examples/{script.name}" not in listed]
+    assert not missing and len(scripts) > 10, missing
+
+
 def test_the_gan_learns_the_circle() -> None:
     radius = re.search(r"draws: ([\d.]+)", run("gan.py", "--steps", "300"))
     assert radius is not None and float(radius[1]) == pytest.approx(1, abs=0.2)
