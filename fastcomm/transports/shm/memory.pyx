@@ -172,8 +172,10 @@ cdef class Segments:
             self.pidfds[r] = -1
         self.n_pidfds = SHM_MAX_RANKS
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        # sparse: costs only what is touched
-        nbytes = min(memory, (1 << 45) // world_size) // 4096 * 4096
+        # Sparse: costs only what is touched, and address space, of which a process has 128 TiB. With
+        # each communicator that it has already it takes less, so that there may be thousands.
+        share = (1 << 44) // (world_size * (1 + len(own_segments)))
+        nbytes = min(memory, share) // PAGE * PAGE
         fd = os.memfd_create(NAME, os.MFD_CLOEXEC)
         try:
             os.ftruncate(fd, nbytes)

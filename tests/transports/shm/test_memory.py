@@ -174,6 +174,19 @@ if rank == 0:
 """
 
 
+def test_a_host_with_much_memory_may_have_many_communicators(monkeypatch):
+    """Each maps as much address space as there is memory, of which a process has 128 TiB."""
+    pages = 4 * 2**40 // os.sysconf("SC_PAGE_SIZE")
+    sysconf = os.sysconf
+    monkeypatch.setattr(
+        os, "sysconf", lambda name: pages if name == "SC_PHYS_PAGES" else sysconf(name)
+    )
+    comms = [fastcomm.init("shm", world_size=1) for _ in range(60)]
+    for comm in comms:
+        check_all_reduce(comm)
+        comm.close()
+
+
 def test_tensors_may_be_larger_than_dev_shm(tmp_path):
     mount = "mount -t tmpfs -o size=16m tmpfs /dev/shm"
     if subprocess.run(["unshare", "-m", "sh", "-c", mount], capture_output=True).returncode != 0:
