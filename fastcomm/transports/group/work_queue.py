@@ -345,9 +345,10 @@ class WorkQueue:
                 f"waited {self._timeout_s:g} s; rank {self.rank} waits for collective number "
                 f"{number}, {what}"
             )
-            self._fail(
-                TimeoutError(f"{message}; the store the ranks met at does not answer either")
+            store = (
+                "the store the ranks met at does not answer either: can this host reach rank 0's?"
             )
+            self._fail(TimeoutError(f"{message}; {store}"))
 
     def _resolve(self, works: list[GroupWork], error: FastcommError | None) -> None:
         """Under the lock."""

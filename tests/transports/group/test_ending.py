@@ -194,3 +194,24 @@ def _abort_while_an_announcement_goes_on(place):
 def test_an_abort_waits_for_no_announcement_that_gloo_goes_on_with(transport, world_size):
     seconds, _ = values_of(new_ranks(transport, world_size, _abort_while_an_announcement_goes_on))
     assert seconds < 5
+
+
+def _wait_without_a_watchdog(place):
+    work_queue.VERDICT_S = 0.1
+    comm = communicator(place, timeout=timedelta(seconds=1))
+    comm.barrier()
+    if place.rank == 1:
+        wait_for_note(place, "timed_out")
+        return None
+    comm._queue.watchdog.stop()  # as if it waited for a store that is out of reach
+    message, *_ = raised(TimeoutError, comm.barrier)
+    note(place, timed_out=True)
+    return message
+
+
+@pytest.mark.usefixtures("transport")
+@over(2, shm=(), nccl=())
+def test_a_rank_that_the_store_does_not_answer_says_which_host_to_look_at(transport, world_size):
+    message, _ = values_of(new_ranks(transport, world_size, _wait_without_a_watchdog))
+    assert "rank 0 waits for collective number" in message
+    assert "can this host reach rank 0's?" in message
