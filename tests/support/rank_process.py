@@ -10,6 +10,7 @@ import multiprocessing.connection
 import os
 import pickle
 import signal
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -84,11 +85,20 @@ def _left_behind(comm: Any, lasts: bool) -> AssertionError | None:
     from fastcomm.reducer.owners import reducers_on
 
     free_failed_backwards()
+    _let_torch_forget_models()
     gc.collect()
     if lasts and comm.failure is not None:
         return AssertionError(f"this test has ended the communicator of the next: {comm.failure}")
     reducers = reducers_on(comm)
     return AssertionError(f"these outlive their test: {reducers}") if reducers else None
+
+
+def _let_torch_forget_models() -> None:
+    """Torch 2.7 keeps every model whose state it has saved."""
+    saving = sys.modules.get("torch.distributed.checkpoint.state_dict")
+    names = getattr(saving, "_get_fqns", None)
+    if hasattr(names, "cache_clear"):
+        names.cache_clear()
 
 
 def _settle(place: Place, env: Environment) -> None:
