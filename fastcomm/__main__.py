@@ -33,6 +33,7 @@ BENCHMARKS = {
     "all": "allreduce, step and backend in three minutes, on one page; runs without a name, too",
     "allreduce": "all-reduce against Gloo and MPI, by size; --device cuda: against NCCL",
     "step": "training steps: local, fastcomm, DDP; on the CPU, or with --device cuda",
+    "parts": "gather, scatter and all_to_all_single against Gloo, by size",
     "backend": 'backend "fastcomm" against Gloo: all-reduce, and steps under DDP',
     "hierarchical": "all-reduce between hosts, which are network namespaces: needs root",
     "syncs": "ranks that sync seldom: bytes, time and loss; network namespaces: needs root",

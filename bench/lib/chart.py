@@ -146,6 +146,17 @@ def _all_reduce(figure: Any, results: Mapping[str, Any]) -> None:
     _over_size(figure.subplots(), [row["nbytes"] for row in rows], lines)
 
 
+def _parts(figure: Any, results: Mapping[str, Any]) -> None:
+    """bench/parts.py: one panel for each collective."""
+    figure.set_size_inches(12, 4)
+    collectives = list(dict.fromkeys(row["collective"] for row in results["rows"]))
+    for part, collective in zip(figure.subfigures(1, len(collectives)), collectives, strict=True):
+        part.suptitle(f"{collective} of float32, {results['ranks']} ranks")
+        rows = [row for row in results["rows"] if row["collective"] == collective]
+        lines = {way: [row["quartiles_us"][way] for row in rows] for way in rows[0]["quartiles_us"]}
+        _over_size(part.subplots(), [row["nbytes"] for row in rows], lines)
+
+
 def _over_size(axes: Any, sizes: Sequence[int], lines: Mapping[str, Line]) -> None:
     for peer, line in lines.items():
         label, color, style = LOOKS[peer]
@@ -426,6 +437,7 @@ def _host_cost(figure: Any, results: Mapping[str, Any]) -> None:
 
 _PICTURES = {
     "allreduce": _all_reduce,
+    "parts": _parts,
     "step": _step,
     "backend": _backend,
     "hierarchical": _hierarchical,

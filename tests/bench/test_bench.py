@@ -102,6 +102,23 @@ def test_allreduce_compares_fastcomm_with_one_of_another_tree(tmp_path):
         assert set(row["ratios"]) == {"before/fastcomm", "fastcomm/bound"}
 
 
+def test_parts_compares_what_moves_parts_with_gloo(tmp_path):
+    path = tmp_path / "parts.json"
+    options = ["-e", "64K", "--rounds", "2", "--json", path]
+    printed = run("parts.py", *options, "--plot", tmp_path / "parts.png")
+    assert "all_to_all_single" in printed
+    rows = json.loads(path.read_text())["rows"]
+    assert [(row["collective"], row["nbytes"]) for row in rows] == [
+        (collective, nbytes)
+        for collective in ("gather", "scatter", "all_to_all_single")
+        for nbytes in (1 << 10, 1 << 12, 1 << 14, 1 << 16)
+    ]
+    for row in rows:
+        assert set(row["quartiles_us"]) == {"fastcomm", "ordinary", "gloo"}
+        assert set(row["ratios"]) == {"gloo/fastcomm", "gloo/ordinary"}
+    assert (tmp_path / "parts.png").stat().st_size > 0
+
+
 def test_overhead_takes_a_step_apart(tmp_path):
     path = tmp_path / "overhead.json"
     printed = run("overhead.py", "--models", "mlp", "--rounds", "2", "--json", path)

@@ -25,7 +25,7 @@ BENCH = ROOT / "bench"
 RESULTS = sorted(set(BENCH.glob("results/*.json")) - {BENCH / "results" / "gpu-summary.json"})
 BENCHMARKS = (
     *("all", "allreduce", "step", "backend", "hierarchical", "flatten", "host_cost", "paper"),
-    *("syncs", "compiled", "elastic"),
+    *("syncs", "compiled", "elastic", "parts"),
     *("simulate", "timeline", "overhead"),
 )
 
