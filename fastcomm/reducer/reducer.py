@@ -16,6 +16,7 @@ import weakref
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from types import EllipsisType
 from typing import Any, Literal, NoReturn, TypeVar, overload
 
 import torch
@@ -98,7 +99,7 @@ _FAILED_REFRESH = "refresh() failed: call it again, on every rank"
 class Reducer(ReducerFlags):
     """Reduces gradients over all ranks during backward.
 
-    comm: the communicator; None means fastcomm.init().
+    comm: the communicator; left out, fastcomm.init().
     bucket_cap_mb, first_bucket_cap_mb: a bucket is closed when it holds so many MiB; the first one
         small, so that communication starts early. bucket_cap_mb=None: 25, and 10 where the CPU
         moves data between hosts. "auto": the ranks measure the first steps and choose together;
@@ -136,7 +137,7 @@ class Reducer(ReducerFlags):
 
     def __init__(
         self,
-        comm: Communicator | None = None,
+        comm: Communicator | EllipsisType = ...,
         *,
         bucket_cap_mb: float | Literal["auto"] | None = None,
         first_bucket_cap_mb: float = 1,
@@ -166,7 +167,7 @@ class Reducer(ReducerFlags):
         self._asked_cap_mb = bucket_cap_mb
         self._stragglers = Stragglers()
         self.phases: Phases = self._stragglers.phases
-        self._use(self.options.checked(init() if comm is None else comm))
+        self._use(self.options.checked(init() if comm is ... else comm))
         self.overlap = overlap
         self.n_rounds = 0
         self.data_exhausted = False

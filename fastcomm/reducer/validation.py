@@ -175,8 +175,8 @@ def _why_not_module(model: nn.Module) -> str | None:
         if isinstance(module, nn.SyncBatchNorm) and not dist.is_initialized():
             return (
                 f"module {name} is a SyncBatchNorm, which is a plain BatchNorm of each rank's own "
-                "batch where there is no process group: call "
-                "torch.distributed.init_process_group(...) before attach(), or make it a BatchNorm"
+                "batch where there is no process group: make it a BatchNorm or, on GPUs, call "
+                "torch.distributed.init_process_group(...) before attach()"
             )
         is_embedding = isinstance(module, (nn.Embedding, nn.EmbeddingBag))
         if is_embedding and module.max_norm is not None:

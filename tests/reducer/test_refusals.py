@@ -75,6 +75,9 @@ def test_a_reducer_is_made_of_a_communicator(comm):
         fastcomm.Reducer(mlp())
     with pytest.raises(TypeError, match=r"expected a communicator.*; got object$"):
         fastcomm.Reducer(object())
+    left_out = comm.split(color=None)
+    with pytest.raises(TypeError, match="a rank that split.. leaves out makes no reducer"):
+        fastcomm.Reducer(left_out)
 
 
 @on_ranks(2)

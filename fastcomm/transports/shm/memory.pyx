@@ -172,8 +172,8 @@ cdef class Segments:
             self.pidfds[r] = -1
         self.n_pidfds = SHM_MAX_RANKS
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        # Sparse: costs only what is touched, and address space, of which a process has 128 TiB. With
-        # each communicator that it has already it takes less, so that there may be thousands.
+        # Sparse: costs only what is touched, and address space, of which a process has 128 TiB.
+        # Each communicator takes less than those before it, so that there may be thousands.
         share = (1 << 44) // (world_size * (1 + len(own_segments)))
         nbytes = min(memory, share) // PAGE * PAGE
         fd = os.memfd_create(NAME, os.MFD_CLOEXEC)
