@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import fastcomm
-from fastcomm.comm.communicator import Communicator
+from fastcomm import Communicator
 
 # DDP settles its buckets in its second step, the optimizers allocate their state in the first.
 WARM_UP = 2

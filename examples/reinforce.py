@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import fastcomm
-from fastcomm.comm.communicator import Communicator
+from fastcomm import Communicator
 
 N_CONTEXTS, N_ACTIONS = 8, 4
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn.utils import parameters_to_vector
 
 import fastcomm
-from fastcomm.comm.communicator import Communicator
+from fastcomm import Communicator
 
 try:
     from tqdm import tqdm

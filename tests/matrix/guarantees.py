@@ -47,10 +47,10 @@ one thing itself, with `comm.abandon()`: that it skips a step, or fails before i
 rank that skips an optimizer's step after backward, or makes one alone, is found in the next
 backward, where every rank gets `MismatchError`.
 
-What a rank does to parameters by itself is no line below: it steps gradients of `no_sync()`, has
-another learning rate, clips or drops gradients that were reduced, or adds noise. On the CPU ranks
-compare a few elements of their parameters, and mostly get `MismatchError` in the next backward:
-[limits.md](limits.md) says what is not found.
+The tables do not cover what one rank alone does to its parameters: it steps gradients of
+`no_sync()`, has another learning rate, clips or drops gradients that were reduced, or adds noise.
+On the CPU ranks compare a few elements of their parameters, and mostly get `MismatchError` in the
+next backward: [limits.md](limits.md) says what is not found.
 
 NCCL compares nothing before data moves. So over NCCL such a rank is not found, nor are ranks whose
 backward reaches two reducers of one communicator in different orders: give models that share a loss

@@ -181,7 +181,9 @@ def odd_shapes(case):
     case.train(_Shapes, backward)
 
 
-@reduced("dropout (every rank draws its own)")
+@reduced(
+    "dropout (each rank by a seed of its own: `torch.manual_seed(1 + comm.rank)` after `attach()`)"
+)
 def dropout(case):
     def run(model, rank, i):
         seed(100 * i + rank)
