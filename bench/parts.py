@@ -9,7 +9,7 @@ each rank has in all_to_all_single. One of the parts is the rank's own and goes 
 takes part twice, with tensors in comm.empty and with ordinary ones, which Gloo has as well.
 
 Contenders take turns in random order in every round. Before every call each rank rewrites its
-input, and the ranks meet, by fastcomm's barrier for all contenders. A call takes what it takes the
+input, and the ranks meet, by fastcomm's barrier for all contenders. A call's time is that of the
 slowest rank, and a turn has the median of its calls. A ratio is the median over rounds of Gloo's
 time over fastcomm's in the same round, with its quartiles. Where other programs want the same cores
 medians tell how long a rank waits to run; the fastest calls, with their ratio, tell more of the

@@ -436,29 +436,17 @@ def check_root(name: str, root: int, world_size: int) -> None:
         raise ValueError(f"{name} must be a rank from 0 to {world_size - 1}; got {root}")
 
 
-def check_absent(name: str, tensor: object, root: int) -> None:
-    """Checks what only rank `root` passes, on another rank. Raises ValueError."""
-    if tensor is not None:
-        raise ValueError(f"{name} is for rank {root} alone: pass None on the others")
-
-
-def check_out(name: str, out: Tensor, inp: Tensor, numel: int) -> None:
-    """Checks that the result for `inp` fits into `out`. Raises TypeError or ValueError."""
-    if out.dtype != inp.dtype:
-        raise TypeError(f"{name}: out is {out.dtype}, inp is {inp.dtype}")
-    if out.numel() != numel:
-        raise ValueError(f"{name}: out must have {numel} elements; it has {out.numel()}")
-
-
-def check_whole(name: str, inp: Tensor, out: Tensor, world_size: int) -> None:
-    """Checks that `inp` has a part as large as `out` for each rank. Raises TypeError or
-    ValueError.
+def check_out(
+    name: str, out: Tensor, inp: Tensor, numel: int, names: tuple[str, str] = ("out", "inp")
+) -> None:
+    """Checks that the result for `inp` fits into `out`. names: of the two, for messages. Raises
+    TypeError or ValueError.
     """
-    if inp.dtype != out.dtype:
-        raise TypeError(f"{name}: out is {out.dtype}, inp is {inp.dtype}")
-    numel = out.numel() * world_size
-    if inp.numel() != numel:
-        raise ValueError(f"{name}: inp must have {numel} elements; it has {inp.numel()}")
+    mine, other = names
+    if out.dtype != inp.dtype:
+        raise TypeError(f"{name}: {mine} is {out.dtype}, {other} is {inp.dtype}")
+    if out.numel() != numel:
+        raise ValueError(f"{name}: {mine} must have {numel} elements; it has {out.numel()}")
 
 
 def check_apart(name: str, out: Tensor, inp: Tensor) -> None:

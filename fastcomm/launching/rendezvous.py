@@ -285,9 +285,7 @@ def _connect_on_cpu(
     """Makes the communicator on the CPU, once the ranks have met."""
     neighbours, local_rank, hosts = of_host
     place = bootstrap.rank, bootstrap.world_size, local_rank
-    if backend == "auto":
-        is_crowded = max(map(len, hosts)) > MAX_RANKS
-        backend = "group" if is_crowded else "shm" if len(hosts) == 1 else "hierarchical"
+    backend = _chosen(backend, hosts)
     if backend == "shm":
         away = [r for r in range(bootstrap.world_size) if r not in neighbours]
         if away:
@@ -335,25 +333,40 @@ def _cores_of(pid: int) -> set[int]:
         return os.sched_getaffinity(0)
 
 
-def _neighbours(bootstrap: StoreBootstrap, backend: str, place: torch.device) -> _Neighbours:
-    """Finds out which ranks run on which host: the ranks exchange it. Raises InitError, on all of
-    them, where they ask for different backends.
-    """
-    asked = "nccl" if _is_nccl(backend, place) else backend
-    told = bootstrap.exchange([_host_identity(), asked], (str, str))
-    hosts: dict[str, list[int]] = {}
+def _chosen(backend: str, hosts: Sequence[Sequence[int]]) -> str:
+    """What "auto" means on the CPU."""
+    if backend != "auto":
+        return backend
+    is_crowded = max(map(len, hosts)) > MAX_RANKS
+    return "group" if is_crowded else "shm" if len(hosts) == 1 else "hierarchical"
+
+
+def _refuse_different(backends: Sequence[str], names: Sequence[int]) -> None:
+    """Raises InitError, on all ranks, where they ask for different ones."""
     by_backend: dict[str, list[int]] = {}
-    for rank, (identity, theirs) in enumerate(told):
-        hosts.setdefault(identity, []).append(rank)
-        by_backend.setdefault(theirs, []).append(bootstrap.names[rank])
+    for name, backend in zip(names, backends, strict=True):
+        by_backend.setdefault(backend, []).append(name)
     if len(by_backend) > 1:
         each = "; ".join(
-            f"rank {', '.join(map(str, ranks))}: {theirs}" for theirs, ranks in by_backend.items()
+            f"rank {', '.join(map(str, ranks))}: {backend}" for backend, ranks in by_backend.items()
         )
         raise InitError(
             f"the ranks ask for different backends ({each}): pass every rank the same backend, and "
             "devices of one kind"
         )
+
+
+def _neighbours(bootstrap: StoreBootstrap, backend: str, place: torch.device) -> _Neighbours:
+    """Finds out which ranks run on which host: the ranks exchange it, and which backend they ask
+    for.
+    """
+    asked = "nccl" if _is_nccl(backend, place) else backend
+    told = bootstrap.exchange([_host_identity(), asked], (str, str))
+    hosts: dict[str, list[int]] = {}
+    for rank, (identity, _) in enumerate(told):
+        hosts.setdefault(identity, []).append(rank)
+    backends = [_chosen(theirs, list(hosts.values())) for _, theirs in told]
+    _refuse_different(backends, bootstrap.names)
     neighbours = hosts[told[bootstrap.rank][0]]
     mine = launchers.local_rank(bootstrap.rank, bootstrap.world_size)
     local_rank = neighbours.index(bootstrap.rank) if mine is None else mine

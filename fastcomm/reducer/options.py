@@ -91,7 +91,7 @@ class Options:
         if not isinstance(comm, Transport):
             remedy = ": Reducer(comm).attach(model)" if isinstance(comm, nn.Module) else ""
             if comm is None:
-                remedy = ": a rank that split() leaves out makes no reducer"
+                remedy = ": split() leaves this rank out; for fastcomm.init() leave comm out"
             raise TypeError(
                 f"expected a communicator (fastcomm.init()); got {type(comm).__name__}{remedy}"
             )

@@ -50,8 +50,8 @@ enum shm_kind {
     SHM_ALL_GATHER,
     SHM_REDUCE_SCATTER,
     /* Each rank's input is cut into a part for every rank, whose output is the parts it gets, by
-     * the rank they come from. Rank `root` alone gets what all have, or alone has what all get; the
-     * others have no output, or no input. Parts of ALL_TO_ALL may be of any sizes: see shm_post. */
+     * the rank they come from. In GATHER only `root` has an output, in SCATTER only `root` has an
+     * input, which is SHM_PRIVATE. Parts of ALL_TO_ALL may be of any sizes: see shm_post. */
     SHM_GATHER,
     SHM_SCATTER,
     SHM_ALL_TO_ALL,

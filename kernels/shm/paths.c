@@ -334,7 +334,8 @@ static struct range own_shard(const struct shm_comm *comm, const struct shm_desc
 static uint64_t chunk_numel(const struct shm_comm *comm, const struct shm_descriptor *d) {
     bool is_short = d->kind == SHM_ALL_REDUCE && !comm->yield_early;
     size_t nbytes = is_short ? SHM_CHUNK_BYTES : SHM_STAGING_BYTES;
-    if (d->kind == SHM_REDUCE_SCATTER || moves_parts(d)) { /* a piece for every rank in a slot */
+    /* something for every rank in a slot; what is gathered goes to one */
+    if (d->kind == SHM_REDUCE_SCATTER || (moves_parts(d) && d->kind != SHM_GATHER)) {
         nbytes = nbytes / (size_t)comm->world_size / CACHE_LINE * CACHE_LINE;
     }
     return nbytes / shm_dtype_size(d->dtype);
@@ -373,7 +374,8 @@ static void copy_peers_shards(const struct shm_comm *comm, const struct shm_desc
 /* The room in a slot for the piece that is meant for rank `to`. */
 static char *room_for(const struct shm_comm *comm, const struct shm_descriptor *d, char *slot,
                       int to) {
-    return slot + chunk_numel(comm, d) * shm_dtype_size(d->dtype) * (size_t)to;
+    size_t room = d->kind == SHM_GATHER ? 0 : (size_t)to;
+    return slot + chunk_numel(comm, d) * shm_dtype_size(d->dtype) * room;
 }
 
 static void copy_parts_in(struct shm_comm *comm, const struct collective *c, uint64_t index) {

@@ -43,6 +43,9 @@ bool shm_is_possible(const struct shm_comm *comm, int rank, const struct shm_des
         (is_weighted(d) && !is_float(d->dtype))) {
         return false;
     }
+    if (d->kind == SHM_SCATTER && d->where < SHM_STAGED) {
+        return false; /* numel is of the output */
+    }
     enum { WIDEST = 8 }; /* bytes of an element */
     uint64_t end = comm->nbytes[rank], itemsize = shm_dtype_size(d->dtype);
     uint64_t nbytes = d->numel * itemsize;

@@ -204,12 +204,12 @@ def test_what_only_one_rank_passes_is_refused_from_others_and_asked_of_it(comm):
         (ValueError, "src must be a rank.*got -1", lambda: comm.scatter(four, None, -1)),
         (ValueError, "out is for rank 1 alone", lambda: comm.gather(eight, four, 1)),
         (ValueError, "inp is for rank 1 alone", lambda: comm.scatter(four, eight, 1)),
-        (TypeError, "NoneType", lambda: comm.gather(None, four)),
-        (TypeError, "NoneType", lambda: comm.scatter(four, None)),
+        (TypeError, "out must be a tensor on rank 0", lambda: comm.gather(None, four)),
+        (TypeError, "inp must be a tensor on rank 0", lambda: comm.scatter(four, None)),
         (ValueError, "out must have 8.* has 4", lambda: comm.gather(four.clone(), four)),
         (ValueError, "inp must have 8.* has 4", lambda: comm.scatter(four, four.clone())),
         (TypeError, "float64.*float32", lambda: comm.gather(eight.double(), four)),
-        (TypeError, "float32.*float64", lambda: comm.scatter(four, eight.double())),
+        (TypeError, "float64.*float32", lambda: comm.scatter(four, eight.double())),
     ):
         refused(comm, error, words, call)
 
@@ -221,6 +221,13 @@ def test_parts_that_do_not_fit_are_refused(comm):
     odd = torch.zeros(5)
     for error, words, call in (
         (ValueError, "multiple of 2", lambda: comm.all_to_all_single(torch.zeros(5), odd)),
+        (  # six numbers, which two ranks could share
+            ValueError,
+            "3 elements, not a multiple",
+            lambda: comm.all_to_all_single(torch.zeros(3) * 1j, torch.zeros(3) * 1j),
+        ),
+        (TypeError, "be integers", lambda: comm.all_to_all_single(same, rows, [2, 2], [2.5, 1.5])),
+        (TypeError, "be integers", lambda: comm.all_to_all_single(same, rows, [2, 2], "22")),
         (ValueError, "out must have 12", lambda: comm.all_to_all_single(torch.zeros(6), rows)),
         (ValueError, "share memory", lambda: comm.all_to_all_single(rows, rows)),
         (ValueError, "share memory", lambda: comm.all_to_all_single(rows, rows, [2, 2], [2, 2])),

@@ -139,6 +139,19 @@ def test_ranks_that_disagree_all_hear_of_it_and_of_both_sides(ranks, transport, 
     ranks(world_size, check_all_reduce)
 
 
+@over(2, nccl=())
+@on_ranks()
+def test_a_rank_that_passes_splits_alone_is_told_which_call_it_was(comm):
+    n = comm.world_size
+    splits = ([2] * n, [2] * n) if comm.rank == 1 else ()
+    words = "all_to_all_single of 4.*all_gather_single of 4" + (
+        r".*in all_to_all_single\(\) with splits" if comm.rank == 1 else ""
+    )
+    with pytest.raises(MismatchError, match=f"(?s){words}|in all_to_all_single"):
+        comm.all_to_all_single(torch.zeros(2 * n), torch.zeros(2 * n), *splits)
+    check_all_reduce(comm, 100)
+
+
 @over(2, 3)
 @on_ranks()
 def test_parts_that_others_do_not_expect_are_named_on_every_rank(comm):

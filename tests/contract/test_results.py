@@ -49,7 +49,7 @@ def test_parts_of_all_to_all_may_differ_in_size(comm):
         lambda src, dst: 3000 * (src + 1) * dst,
         lambda src, dst: 0,
         lambda src, dst: 5 if (src, dst) == (0, 1) else 0,
-        lambda src, dst: 60_000 if src == dst else 1,  # over shared memory, several chunks
+        lambda src, dst: 60_000 if src != dst else 1,  # over shared memory, several chunks
     ):
         check_unequal_parts(comm, numel_of)
 

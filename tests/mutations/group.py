@@ -38,16 +38,16 @@ MUTATIONS = (
     Mutation(
         name="group: a rank's own part stays where it was",
         file=EXCHANGE,
-        within="Exchange.trade",
+        within="Exchange.swap_parts",
         old="received[self._rank].copy_(sent[self._rank])",
         new="",
         tests=("tests/contract/test_results.py",),
     ),
     Mutation(
-        name="splits: nobody compares what ranks send and expect",
-        file="fastcomm/comm/splits.py",
-        within="agree_on_parts",
-        old="parts[src][dst] != n",
+        name="parts: nobody compares what ranks send and expect",
+        file="fastcomm/comm/parts.py",
+        within="_agreed",
+        old="sent_by[src, dst] != expected_by[dst, src]",
         new="False",
         tests=(
             "tests/contract/test_mismatches.py::"

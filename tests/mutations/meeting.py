@@ -133,7 +133,7 @@ MUTATIONS = (
     Mutation(
         name="rendezvous: nobody compares the backends that ranks ask for",
         file=RENDEZVOUS,
-        within="_neighbours",
+        within="_refuse_different",
         old="len(by_backend) > 1",
         new="False",
         tests=("tests/launching/test_refusals.py",),

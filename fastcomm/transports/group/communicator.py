@@ -36,18 +36,15 @@ from fastcomm.comm.collective import (
     Op,
     as_pairs,
     canonical_op,
-    check_absent,
-    check_apart,
     check_numel,
     check_out,
     check_root,
-    check_whole,
     is_wrapper,
     refuse_dtype,
     refuse_tensor,
     shard_of,
 )
-from fastcomm.comm.splits import agree_on_parts
+from fastcomm.comm.parts import Parts, exchanged, gathered, scattered
 from fastcomm.comm.transport import Transport, Weight
 from fastcomm.comm.watchdog import Notes
 from fastcomm.errors import FastcommError
@@ -185,36 +182,18 @@ class GroupCommunicator(Transport):
     def gather(
         self, out: Tensor | None, inp: Tensor, dst: int = 0, *, async_op: bool = False
     ) -> GroupWork | None:
-        flat = self._check(inp)
-        check_root("dst", dst, self.world_size)
-        none = flat[:0]
-        sent, received = [none] * self.world_size, [none] * self.world_size
-        sent[dst] = flat
-        if self.rank == dst:
-            whole = self._check_out("gather", out, inp, inp.numel() * self.world_size)
-            received = list(whole.view(self.world_size, flat.numel()))
-        else:
-            check_absent("out", out, dst)
-        call = Call("gather", flat.numel(), flat.dtype, flat.dtype, root=dst)
-        return self._trade(call, received, sent, async_op)
+        source, target = self._check(inp), None if out is None else self._check(out)
+        return self._exchange_parts(
+            "gather", target, source, gathered(self, out, inp, dst), async_op, dst
+        )
 
     def scatter(
         self, out: Tensor, inp: Tensor | None, src: int = 0, *, async_op: bool = False
     ) -> GroupWork | None:
-        flat = self._check(out)
-        check_root("src", src, self.world_size)
-        none = flat[:0]
-        sent, received = [none] * self.world_size, [none] * self.world_size
-        received[src] = flat
-        if self.rank == src:
-            whole = self._check(inp)
-            assert inp is not None  # for the type checker
-            check_whole("scatter", inp, out, self.world_size)
-            sent = list(whole.view(self.world_size, flat.numel()))
-        else:
-            check_absent("inp", inp, src)
-        call = Call("scatter", flat.numel(), flat.dtype, flat.dtype, root=src)
-        return self._trade(call, received, sent, async_op)
+        source, target = None if inp is None else self._check(inp), self._check(out)
+        return self._exchange_parts(
+            "scatter", target, source, scattered(self, out, inp, src), async_op, src
+        )
 
     def all_to_all_single(
         self,
@@ -225,26 +204,26 @@ class GroupCommunicator(Transport):
         *,
         async_op: bool = False,
     ) -> GroupWork | None:
-        name = "all_to_all_single"
-        flat = self._check(inp)
-        is_equal = out_splits is None and in_splits is None
-        whole = self._check_out(name, out, inp, (inp if is_equal else out).numel())
-        check_apart(name, out, inp)
-        if is_equal:
-            numel = shard_of(name, flat, self.world_size)
-            parts = [[numel] * self.world_size] * self.world_size
-        else:
-            parts = agree_on_parts(self, out, inp, out_splits, in_splits)
-        received = whole.split([row[self.rank] for row in parts])
-        longest = max(map(max, parts))
-        call = Call(name, self.world_size * longest, flat.dtype, flat.dtype)
-        return self._trade(call, received, flat.split(parts[self.rank]), async_op)
+        source, target = self._check(inp), self._check(out)
+        parts = exchanged(self, out, inp, out_splits, in_splits)
+        return self._exchange_parts("all_to_all_single", target, source, parts, async_op)
 
-    def _trade(
-        self, call: Call, received: Sequence[Tensor], sent: Sequence[Tensor], async_op: bool
+    def _exchange_parts(
+        self,
+        kind: str,
+        out: Tensor | None,
+        inp: Tensor | None,
+        parts: Parts,
+        async_op: bool,
+        root: int = 0,
     ) -> GroupWork | None:
-        """Sends every rank a tensor, and receives one from each."""
-        transfer = Transfer(lambda *_: self._exchange.trade(received, sent))
+        """out, inp: flat, or None where this rank has nothing to receive or to send."""
+        dtype = next(tensor.dtype for tensor in (out, inp) if tensor is not None)
+        empty = torch.empty(0, dtype=dtype, device="cpu")
+        received = (empty if out is None else out).split(parts.received)
+        sent = (empty if inp is None else inp).split(parts.sent)
+        transfer = Transfer(lambda *_: self._exchange.swap_parts(received, sent))
+        call = Call(kind, parts.numel, dtype, dtype, root=root)
         return self._begin(GroupWork(self._queue, call, transfer), async_op)
 
     def barrier(self, *, async_op: bool = False) -> GroupWork | None:
@@ -306,7 +285,7 @@ class GroupCommunicator(Transport):
         work.run()
         return None
 
-    def _check(self, tensor: object, op: str = "sum") -> Tensor:
+    def _check(self, tensor: Tensor, op: str = "sum") -> Tensor:
         """Checks that the communicator can be used and can take the tensor. Returns a flat view of
         it, a complex one as pairs.
         """
@@ -318,9 +297,8 @@ class GroupCommunicator(Transport):
             refuse_dtype(tensor.dtype, CPU_DTYPES)
         return tensor.detach().view(-1)
 
-    def _check_out(self, name: str, out: Tensor | None, inp: Tensor, numel: int) -> Tensor:
+    def _check_out(self, name: str, out: Tensor, inp: Tensor, numel: int) -> Tensor:
         flat = self._check(out)
-        assert out is not None  # for the type checker
         check_out(name, out, inp, numel)
         return flat
 

@@ -305,7 +305,7 @@ class Exchange:
             if chunk.numel():
                 self._wait(self.group.broadcast([chunk], options))
 
-    def trade(self, received: Sequence[Tensor], sent: Sequence[Tensor]) -> None:
+    def swap_parts(self, received: Sequence[Tensor], sent: Sequence[Tensor]) -> None:
         """Sends every rank a tensor, and receives one from each, which may be empty."""
         received[self._rank].copy_(sent[self._rank])
         self._swap(received, sent)
@@ -323,14 +323,14 @@ class Exchange:
         """Sends every other rank its row, and receives theirs."""
         others = [(self._rank + i) % self._world_size for i in range(1, self._world_size)]
         works = [
-            self.group.recv([piece], rank, _SWAPPED)
+            self.group.recv([chunk], rank, _SWAPPED)
             for rank in others
-            for piece in _pieces(incoming[rank])
+            for chunk in _chunks_of(incoming[rank])
         ]
         works += [
-            self.group.send([piece], rank, _SWAPPED)
+            self.group.send([chunk], rank, _SWAPPED)
             for rank in others
-            for piece in _pieces(outgoing[rank])
+            for chunk in _chunks_of(outgoing[rank])
         ]
         for work in works:
             self._wait(work)
@@ -340,7 +340,7 @@ class Exchange:
         self.moved_at = time.monotonic()
 
 
-def _pieces(row: Tensor) -> Sequence[Tensor]:
+def _chunks_of(row: Tensor) -> Sequence[Tensor]:
     """What is moved of it at a time: progress, by which deadlines are counted, comes with each."""
     return as_bytes(row).split(CHUNK_NBYTES) if row.numel() else ()
 

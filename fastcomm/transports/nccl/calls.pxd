@@ -18,7 +18,7 @@ cdef struct Call:
 
 cdef int call_all(const Call *calls, size_t n, ncclComm_t comm, void *stream) noexcept nogil
 cdef const char *name_of(const Call *call) noexcept
-cdef size_t trade(
+cdef size_t sends_and_receives(
     Call *calls, char *source, char *target, list sent, list received, size_t itemsize, int dtype
 ) except? 0
 cdef size_t reduce_scatter_v(

@@ -61,7 +61,7 @@ cdef int _call(const Call *call, ncclComm_t comm, void *stream) noexcept nogil:
     )
 
 
-cdef size_t trade(
+cdef size_t sends_and_receives(
     Call *calls, char *source, char *target, list sent, list received, size_t itemsize, int dtype
 ) except? 0:
     """Fills in the calls that send each rank so many elements of `source`, one rank's after the

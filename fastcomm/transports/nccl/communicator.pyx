@@ -12,12 +12,11 @@ import weakref
 import torch
 
 from fastcomm.comm.collective import (
-    WIRE_DTYPES, addends_of_mean, as_pairs, canonical_op, check_absent, check_apart, check_numel,
-    check_out, check_root, check_whole, is_wrapper, mean_of_addends, refuse_error_feedback,
-    refuse_tensor, shard_of,
+    WIRE_DTYPES, addends_of_mean, as_pairs, canonical_op, check_numel, check_out, check_root,
+    is_wrapper, mean_of_addends, refuse_error_feedback, refuse_tensor, shard_of,
 )
 from fastcomm.comm.abandonment import is_abandoned_already, leave_backward
-from fastcomm.comm.splits import agree_on_parts
+from fastcomm.comm.parts import exchanged, gathered, scattered
 from fastcomm.comm.transport import Transport
 from fastcomm.errors import FastcommError
 from fastcomm.transports.nccl import rounds
@@ -31,7 +30,7 @@ from fastcomm.transports.cuda.clock cimport DeviceClock
 from fastcomm.transports.cuda.driver cimport CUcontext, CUstream, Device, Event, check, driver
 from fastcomm.transports.nccl.calls cimport (
     ALL_GATHER, ALL_GATHER_V, ALL_REDUCE, ALL_TO_ALL, BROADCAST, GATHER, REDUCE_SCATTER, SCATTER,
-    Call, Kind, all_gather_v, call_all, name_of, trade,
+    Call, Kind, all_gather_v, call_all, name_of, sends_and_receives,
 )
 from fastcomm.transports.nccl.lane cimport Lane, InFlight
 from fastcomm.transports.nccl.launches cimport Launches
@@ -395,51 +394,21 @@ cdef class NcclCommunicator:
     # One group of sends and receives.
 
     def gather(self, out, inp, int dst=0, *, bint async_op=False):
-        source = self._check(inp)
-        check_root("dst", dst, self.world_size)
-        sent, received = self._nothing(), self._nothing()
-        sent[dst] = source.numel()
-        if self.rank == dst:
-            out = self._check_out("gather", out, inp, inp.numel() * self.world_size)
-            received = [source.numel()] * self.world_size
-        else:
-            check_absent("out", out, dst)
-        return self._trade(GATHER, source, out, sent, received, source.numel(), dst, async_op)
+        source, target = self._check(inp), None if out is None else self._check(out)
+        parts = gathered(self, out, inp, dst)
+        return self._exchange_parts(GATHER, target, source, parts, dst, async_op)
 
     def scatter(self, out, inp, int src=0, *, bint async_op=False):
-        target = self._check(out)
-        check_root("src", src, self.world_size)
-        sent, received = self._nothing(), self._nothing()
-        received[src] = target.numel()
-        if self.rank == src:
-            whole = self._check(inp)
-            check_whole("scatter", inp, out, self.world_size)
-            inp, sent = whole, [target.numel()] * self.world_size
-        else:
-            check_absent("inp", inp, src)
-        return self._trade(SCATTER, inp, target, sent, received, target.numel(), src, async_op)
+        source, target = None if inp is None else self._check(inp), self._check(out)
+        parts = scattered(self, out, inp, src)
+        return self._exchange_parts(SCATTER, target, source, parts, src, async_op)
 
     def all_to_all_single(self, out, inp, out_splits=None, in_splits=None, *, bint async_op=False):
-        source = self._check(inp)
-        is_equal = out_splits is None and in_splits is None
-        target = self._check_out(
-            "all_to_all_single", out, inp, inp.numel() if is_equal else out.numel()
-        )
-        check_apart("all_to_all_single", out, inp)
-        if is_equal:
-            sent = [shard_of("all_to_all_single", source, self.world_size)] * self.world_size
-            received = sent
-        else:
+        source, target = self._check(inp), self._check(out)
+        if out_splits is not None or in_splits is not None:
             self.refuse_capture("all_to_all_single() with splits")
-            parts = agree_on_parts(self, out, inp, out_splits, in_splits)
-            sent, received = parts[self.rank], [row[self.rank] for row in parts]
-        return self._trade(
-            ALL_TO_ALL, source, target, sent, received, source.numel(), 0, async_op
-        )
-
-    cdef list _nothing(self):
-        """How many elements go to each rank, or come from it, where there are none."""
-        return [0] * self.world_size
+        parts = exchanged(self, out, inp, out_splits, in_splits)
+        return self._exchange_parts(ALL_TO_ALL, target, source, parts, 0, async_op)
 
     def barrier(self, *, bint async_op=False):
         """Returns when every rank has called it, and all that was launched on the current stream
@@ -496,29 +465,23 @@ cdef class NcclCommunicator:
             work.tensors, work.divide_by = (divided, out, inp), self.world_size
         return self._launched(work, async_op)
 
-    cdef object _trade(
-        self, Kind kind, source, target, list sent, list received, size_t numel, int root,
-        bint async_op,
+    cdef object _exchange_parts(
+        self, Kind kind, target, source, parts, int root, bint async_op
     ):
-        """Launches sends and receives: see calls.trade. numel: of what the ranks call alike."""
+        """target, source: None where this rank has nothing to receive or to send."""
         cdef NcclWork work = self._new_work(async_op)
         cdef size_t n
-        cdef char *source_data = NULL
-        cdef char *target_data = NULL
+        cdef char *to = NULL if target is None else <char *><size_t>target.data_ptr()
+        cdef char *origin = NULL if source is None else <char *><size_t>source.data_ptr()
         cdef Call *calls = <Call *>calloc(2 * self.world_size, sizeof(Call))
         if calls == NULL:
             raise MemoryError("out of memory")
+        dtype = target.dtype if source is None else source.dtype
         try:
-            any_tensor = target if source is None else source
-            if source is not None:
-                source_data = <char *><size_t>source.data_ptr()
-            if target is not None:
-                target_data = <char *><size_t>target.data_ptr()
-            n = trade(
-                calls, source_data, target_data, sent, received, any_tensor.element_size(),
-                dtype_number(any_tensor.dtype),
+            n = sends_and_receives(
+                calls, origin, to, parts.sent, parts.received, dtype.itemsize, dtype_number(dtype)
             )
-            self._note(work.in_flight, kind, any_tensor.dtype, numel, root)
+            self._note(work.in_flight, kind, dtype, parts.numel, root)
             self._launch(work, None, calls, n)
         finally:
             free(calls)

@@ -7,16 +7,16 @@ value; see bootstrap.py.
 """
 
 import weakref
-from itertools import accumulate
+from itertools import accumulate, chain
 
 import torch
 
 from fastcomm.comm.collective import (
-    CPU_DTYPES, WIRE_DTYPES, check_absent, check_apart, check_numel, check_out, check_root,
-    check_whole, refuse_dtype, refuse_error_feedback, shard_of,
+    CPU_DTYPES, WIRE_DTYPES, check_numel, check_out, check_root, refuse_dtype,
+    refuse_error_feedback, shard_of,
 )
 from fastcomm.comm.abandonment import is_abandoned_already, leave_backward
-from fastcomm.comm.splits import agree_on_parts
+from fastcomm.comm.parts import exchanged, gathered, scattered
 from fastcomm.comm.transport import Transport
 from fastcomm.errors import InitError, has_closed
 from fastcomm.transports.shm.bucket import ShmBucket
@@ -197,49 +197,36 @@ cdef class ShmCommunicator:
 
     def gather(self, out, inp, int dst=0, *, bint async_op=False):
         """Concatenates every rank's `inp`, by rank, into `out` of rank `dst` alone."""
-        cdef shm_descriptor d = descriptor(SHM_GATHER, SHM_SUM)
+        cdef shm_descriptor d = descriptor(SHM_GATHER, SHM_SUM), of_out = d
         cdef char *input = self.ring.check(inp, &d)
-        cdef char *output = NULL
-        check_root("dst", dst, self.world_size)
+        cdef char *output = NULL if out is None else self.ring.check(out, &of_out)
+        gathered(self, out, inp, dst)
         d.root = dst
-        if self.rank == dst:
-            output = self._check_out("gather", out, inp, inp.numel() * self.world_size)
-        else:
-            check_absent("out", out, dst)
         return self.ring.call(&d, inp, input, out, output, async_op)
 
     def scatter(self, out, inp, int src=0, *, bint async_op=False):
         """Rank r gets the r-th of world_size equal parts of rank `src`'s `inp`."""
-        cdef shm_descriptor d = descriptor(SHM_SCATTER, SHM_SUM)
-        cdef shm_descriptor whole = descriptor(SHM_SCATTER, SHM_SUM)
+        cdef shm_descriptor d = descriptor(SHM_SCATTER, SHM_SUM), of_inp = d
         cdef char *output = self.ring.check(out, &d)
-        cdef char *input = NULL
-        check_root("src", src, self.world_size)
+        cdef char *input = NULL if inp is None else self.ring.check(inp, &of_inp)
+        scattered(self, out, inp, src)
         d.root, d.where = src, SHM_PRIVATE  # the others have no input that could lie elsewhere
-        if self.rank == src:
-            input = self.ring.check(inp, &whole)
-            check_whole("scatter", inp, out, self.world_size)
-        else:
-            check_absent("inp", inp, src)
         return self.ring.call(&d, inp, input, out, output, async_op)
 
     def all_to_all_single(self, out, inp, out_splits=None, in_splits=None, *, bint async_op=False):
         """Cuts `inp` into a part for each rank; `out` gets those that are for this one."""
-        cdef shm_descriptor d = descriptor(SHM_ALL_TO_ALL, SHM_SUM)
+        cdef shm_descriptor d = descriptor(SHM_ALL_TO_ALL, SHM_SUM), of_out = d
         cdef ShmWork work
         cdef char *input = self.ring.check(inp, &d)
-        is_equal = out_splits is None and in_splits is None
-        numel = inp.numel() if is_equal else out.numel()
-        cdef char *output = self._check_out("all_to_all_single", out, inp, numel)
-        check_apart("all_to_all_single", out, inp)
-        if is_equal:
-            shard_of("all_to_all_single", inp, self.world_size)
+        cdef char *output = self.ring.check(out, &of_out)
+        parts = exchanged(self, out, inp, out_splits, in_splits)
+        if parts.of_all is None:
             return self.ring.call(&d, inp, input, out, output, async_op)
-        parts = agree_on_parts(self, out, inp, out_splits, in_splits)
         work = ShmWork.__new__(ShmWork)
         work.ring, work.tensors = self.ring, (inp, out)
-        work.take_bounds(tuple([bound for row in parts for bound in accumulate(row, initial=0)]))
-        d.numel, d.where = self.world_size * max(map(max, parts)), SHM_PRIVATE
+        rows = [accumulate(row, initial=0) for row in parts.of_all]
+        work.take_bounds(tuple(chain.from_iterable(rows)))
+        d.numel, d.where = parts.numel, SHM_PRIVATE
         self.ring.post(&d, input, output, work)
         if async_op:
             return work

@@ -1,0 +1,139 @@
+"""The parts that ranks have for each other in gather, scatter and all_to_all_single: which ranks
+pass which tensors, and how many elements go from whom to whom. Decided here for every transport.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import product
+from operator import index
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fastcomm.comm.collective import check_apart, check_out, check_root, real_numel, shard_of
+from fastcomm.comm.objects import called_by, on_host
+from fastcomm.comm.transport import Transport
+from fastcomm.errors import MismatchError
+
+
+class Parts(NamedTuple):
+    """Of one rank. In elements; a complex one is two real numbers.
+
+    sent, received: to each rank and from each, by rank.
+    numel: by which the ranks name the collective; equal on all of them.
+    of_all: what each rank sends, by rank, where that differs.
+    """
+
+    sent: list[int]
+    received: list[int]
+    numel: int
+    of_all: list[list[int]] | None = None
+
+
+def gathered(comm: Transport, out: Tensor | None, inp: Tensor, dst: int) -> Parts:
+    """Raises ValueError or TypeError, as do the others, before any peer is involved."""
+    check_root("dst", dst, comm.world_size)
+    _check_whole("gather", "out", out, inp, dst, comm)
+    numel = real_numel(inp)
+    sent, received = [0] * comm.world_size, [0] * comm.world_size
+    sent[dst] = numel
+    if comm.rank == dst:
+        received = [numel] * comm.world_size
+    return Parts(sent, received, numel)
+
+
+def scattered(comm: Transport, out: Tensor, inp: Tensor | None, src: int) -> Parts:
+    check_root("src", src, comm.world_size)
+    _check_whole("scatter", "inp", inp, out, src, comm)
+    numel = real_numel(out)
+    sent, received = [0] * comm.world_size, [0] * comm.world_size
+    received[src] = numel
+    if comm.rank == src:
+        sent = [numel] * comm.world_size
+    return Parts(sent, received, numel)
+
+
+def exchanged(
+    comm: Transport,
+    out: Tensor,
+    inp: Tensor,
+    out_splits: Sequence[int] | None,
+    in_splits: Sequence[int] | None,
+) -> Parts:
+    """Of all_to_all_single. With splits the ranks compare them: collective, and raises
+    MismatchError on every rank.
+    """
+    name, n = "all_to_all_single", comm.world_size
+    are_equal = out_splits is None and in_splits is None
+    check_out(name, out, inp, (inp if are_equal else out).numel())
+    check_apart(name, out, inp)
+    pair = 2 if inp.is_complex() else 1
+    if are_equal:
+        equal = [shard_of(name, inp, n) * pair] * n
+        return Parts(equal, equal, real_numel(inp))
+    sent = _numels("in_splits", "inp", inp, in_splits, n)
+    expected = _numels("out_splits", "out", out, out_splits, n)
+    with called_by(f"{name}() with splits"):
+        of_all = [[numel * pair for numel in row] for row in _agreed(comm, sent, expected)]
+    received = [row[comm.rank] for row in of_all]
+    return Parts(of_all[comm.rank], received, n * max(map(max, of_all)), of_all)
+
+
+def _check_whole(
+    name: str, argument: str, whole: Tensor | None, part: Tensor, root: int, comm: Transport
+) -> None:
+    """Of what rank `root` alone passes, and which holds all ranks' parts."""
+    if comm.rank != root:
+        if whole is not None:
+            raise ValueError(f"{argument} is for rank {root} alone: pass None on the others")
+        return
+    if whole is None:
+        raise TypeError(f"{name}: {argument} must be a tensor on rank {root}; got NoneType")
+    names = ("out", "inp") if argument == "out" else ("inp", "out")
+    check_out(name, whole, part, part.numel() * comm.world_size, names)
+
+
+def _agreed(comm: Transport, sent: list[int], expected: list[int]) -> list[list[int]]:
+    """How many elements each rank sends to each: by sender, then by receiver."""
+    n = comm.world_size
+    table = torch.empty((n, 2, n), dtype=torch.int64, device=comm.device)
+    comm.all_gather_single(table, torch.tensor([sent, expected], device=comm.device))
+    sent_by, expected_by = on_host(comm, table).unbind(1)
+    for src, dst in product(range(n), repeat=2):
+        if sent_by[src, dst] != expected_by[dst, src]:
+            raise MismatchError(
+                f"all_to_all_single: rank {src} sends {sent_by[src, dst]} elements to rank {dst}, "
+                f"which expects {expected_by[dst, src]}: in_splits of one must be the other's "
+                "out_splits"
+            )
+    agreed: list[list[int]] = sent_by.tolist()
+    return agreed
+
+
+def _numels(
+    name: str, of: str, tensor: Tensor, splits: Sequence[Any] | None, world_size: int
+) -> list[int]:
+    """The elements of each rank's part."""
+    n_rows = tensor.shape[0] if tensor.dim() else 1
+    if splits is None:
+        if n_rows % world_size:
+            raise ValueError(
+                f"all_to_all_single: {of} has {n_rows} rows, which {world_size} ranks cannot share "
+                f"equally: pass {name}"
+            )
+        splits = [n_rows // world_size] * world_size
+    try:
+        rows = [index(number) for number in splits]
+    except TypeError:
+        raise TypeError(
+            f"all_to_all_single: {name} must be integers, numbers of rows; got {splits!r}"
+        ) from None
+    if len(rows) != world_size or min(rows) < 0 or sum(rows) != n_rows:
+        raise ValueError(
+            f"all_to_all_single: {name} must be {world_size} numbers of rows, one for each rank, "
+            f"{n_rows} in all, as {of} has; got {rows}"
+        )
+    row = tensor.numel() // n_rows if n_rows else 0
+    return [number * row for number in rows]
