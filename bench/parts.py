@@ -1,12 +1,13 @@
-"""comm.gather, scatter and all_to_all_single over shared memory, beside those of torch.distributed
-over Gloo, in one run.
+"""comm.gather, scatter, all_to_all_single and send over shared memory, beside those of
+torch.distributed over Gloo, in one run.
 
     python -m fastcomm bench parts                2 ranks, 1 KiB to 16 MiB
     python -m fastcomm bench parts --ranks 4
 
 A size counts the tensor that is all ranks' parts: what the root of gather and scatter has, and what
-each rank has in all_to_all_single. One of the parts is the rank's own and goes to nobody. fastcomm
-takes part twice, with tensors in comm.empty and with ordinary ones, which Gloo has as well.
+each rank has in all_to_all_single. One of the parts is the rank's own and goes to nobody. send
+takes a whole tensor from rank 0 to rank 1. fastcomm takes part twice, with tensors in comm.empty
+and with ordinary ones, which Gloo has as well.
 
 Contenders take turns in random order in every round. Before every call each rank rewrites its
 input, and the ranks meet, by fastcomm's barrier for all contenders. A call's time is that of the
@@ -21,7 +22,8 @@ and 16 MiB. Gloo's all-reduce takes some 300 us at 1 KiB and sends twice as ofte
 tensors: gather 40, 12, 5 and 5, where Gloo copies all it gets once more; scatter 40, 10, 4 and 3;
 all_to_all_single 40, 12, 4 and 3. In comm.empty gather and all_to_all_single are 1.5 times as fast
 as in ordinary tensors from 64 KiB on, and scatter is the same, for it is staged in both. 4 ranks on
-2 cores: 15 at 1 KiB, 3 from 1 MiB on.
+2 cores: 15 at 1 KiB, 3 from 1 MiB on. send, predicted later: 10, 5, 3 and 2, and the same in
+comm.empty, for a channel has memory of its own.
 """
 
 from __future__ import annotations
@@ -47,11 +49,12 @@ from torch import Tensor
 
 import fastcomm
 
-COLLECTIVES = ("gather", "scatter", "all_to_all_single")
+COLLECTIVES = ("gather", "scatter", "all_to_all_single", "send")
 OWN = ("fastcomm", "ordinary")  # in comm.empty, and in ordinary tensors
 WAYS = (*OWN, "gloo")
 SIZES = tuple(1 << exponent for exponent in range(10, 25, 2))  # bytes: 1 KiB to 16 MiB
-ROOT = 0  # as all of them have it without being told
+ROOT = 0  # as all of them have it without being told; who sends
+RECEIVER = 1
 BYTES_PER_TURN = 32 << 20
 CALLS = (3, 30)  # of a turn, at least and at most
 WARM_UP_CALLS = 3
@@ -194,17 +197,19 @@ class Methods:
     def tensors(self, collective: str, way: str, part: int) -> tuple[Tensor | None, Tensor | None]:
         """out and inp; None where this rank has none. Every page of them is touched."""
         empty = self.comm.empty if way == "fastcomm" else torch.empty
-        whole, is_root = part * self.comm.world_size, self.comm.rank == ROOT
+        whole, rank = part * self.comm.world_size, self.comm.rank
         out = inp = None
-        if collective != "gather" or is_root:
+        if rank == {"gather": ROOT, "send": RECEIVER}.get(collective, rank):
             out = empty(part if collective == "scatter" else whole, dtype=torch.float32).fill_(-1)
-        if collective != "scatter" or is_root:
+        if collective not in ("scatter", "send") or rank == ROOT:
             inp = empty(part if collective == "gather" else whole, dtype=torch.float32).fill_(-1)
         return out, inp
 
     def call_of(
         self, collective: str, way: str, out: Tensor | None, inp: Tensor | None
     ) -> Callable[[], object]:
+        if collective == "send":
+            return self.message_of(self.comm if way in OWN else dist, out, inp)
         if way in OWN:
             return functools.partial(getattr(self.comm, collective), out, inp)
         theirs = getattr(dist, collective)
@@ -213,6 +218,16 @@ class Methods:
         if collective == "scatter":
             return functools.partial(theirs, out, self.parts_of(inp))
         return functools.partial(theirs, out, inp)
+
+    def message_of(
+        self, through: Any, out: Tensor | None, inp: Tensor | None
+    ) -> Callable[[], object]:
+        """through: a communicator, or torch.distributed."""
+        if inp is not None:
+            return functools.partial(through.send, inp, RECEIVER)
+        if out is not None:
+            return functools.partial(through.recv, out, ROOT)
+        return lambda: None
 
     def parts_of(self, whole: Tensor | None) -> list[Tensor] | None:
         return None if whole is None else list(whole.chunk(self.comm.world_size))
@@ -234,6 +249,8 @@ class Methods:
             return
         if collective == "gather":
             expected = [contribution(r, part) for r in range(world_size)]
+        elif collective == "send":
+            expected = [contribution(ROOT, part * world_size)]
         else:
             sources = (ROOT,) if collective == "scatter" else range(world_size)
             expected = [contribution(r, part * world_size).chunk(world_size)[rank] for r in sources]

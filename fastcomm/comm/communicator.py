@@ -69,7 +69,8 @@ class Communicator(abc.ABC):
     feeds_back_errors: bool
     progresses_itself: bool
     timeout: timedelta
-    membership: Any = None  # for rebuild() and split(): a fastcomm.launching.membership.Fixed
+    # For rebuild(), split(), send() and recv(): a fastcomm.launching.membership.Fixed
+    membership: Any = None
 
     @property
     @abc.abstractmethod
@@ -161,6 +162,28 @@ class Communicator(abc.ABC):
     @abc.abstractmethod
     def barrier(self, *, async_op: bool = False) -> Work | None:
         """Returns when every rank has called it; with async_op, `wait` of the Work does."""
+
+    def send(self, tensor: Tensor, dst: int, *, async_op: bool = False) -> Work | None:
+        """Passes `tensor` to rank `dst`, which receives it by recv(). The other ranks take no part,
+        and collectives do not wait for it.
+
+        tensor: as in broadcast; of the same numel and dtype in the recv(), else MismatchError on
+            both ranks.
+
+        What one rank sends to another arrives in the order it was sent in. It returns when the
+        other rank has it, or sooner. So two ranks that send to each other at once need async_op for
+        one of them; over NCCL the device waits likewise. A message that fails ends what its rank
+        sends to that other one; TimeoutError where there is no recv().
+        """
+        channels = self.membership.channels_of(self)
+        work: Work | None = channels.move(self, tensor, self.rank, dst, async_op=async_op)
+        return work
+
+    def recv(self, tensor: Tensor, src: int, *, async_op: bool = False) -> Work | None:
+        """Receives what rank `src` sends to this one, in `tensor`. See send."""
+        channels = self.membership.channels_of(self)
+        work: Work | None = channels.move(self, tensor, src, self.rank, async_op=async_op)
+        return work
 
     @abc.abstractmethod
     def abandon(self, *, in_any_case: bool = False) -> None:

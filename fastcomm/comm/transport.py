@@ -249,6 +249,17 @@ class Transport(Communicator):
         del is_on
 
     @abc.abstractmethod
+    def check_tensor(self, tensor: Tensor) -> None:
+        """Raises what a collective raises by itself, before any peer is involved: ValueError or
+        TypeError for a tensor that it does not take, FastcommError where none can begin.
+        """
+
+    def end_channels(self, *, aborts: bool) -> None:
+        """Ends what send() and recv() go by: part of close() and abort()."""
+        if self.membership is not None:
+            self.membership.end_channels(aborts)
+
+    @abc.abstractmethod
     def check(self) -> None:
         """Raises what has ended the collectives under way, if that is known by now. Does not
         wait.

@@ -30,7 +30,7 @@ from torch.distributed import (  # type: ignore[attr-defined]
 )
 
 from fastcomm.comm import messages
-from fastcomm.errors import FastcommError, InitError, PeerLostError
+from fastcomm.errors import FastcommError, InitError, PeerLostError, TimeoutError
 from fastcomm.launching import launchers
 
 _POLL_S, _LONGEST_POLL_S = 0.002, 0.05
@@ -44,11 +44,15 @@ PROCESS = messages.PID, str  # the form of a process: pid and host
 
 
 class Caller(NamedTuple):
-    """The function that brings the ranks together, for messages."""
+    """The function that brings the ranks together, for messages.
+
+    advice: when a rank is missing. is_collective: raises TimeoutError and PeerLostError, where
+        others raise InitError.
+    """
 
     name: str
-    # when a rank is missing
     advice: str = "were they started, and can they reach the same init_method?"
+    is_collective: bool = False
 
 
 _INIT = Caller("fastcomm.init")
@@ -89,8 +93,7 @@ class StoreBootstrap:
         """
         self.rank = rank
         self.world_size = world_size
-        self.caller = caller.name
-        self._advice = caller.advice
+        self.caller, self._advice, self._is_collective = caller
         self.names = names or range(world_size)
         self.name = f"rank {self.names[rank]}"
         self._look_at_peers = look
@@ -187,12 +190,13 @@ class StoreBootstrap:
             pause = min(2 * pause, _LONGEST_POLL_S)
         return bytes(self._store.get(key))
 
-    def _missing(self) -> InitError:
+    def _missing(self) -> FastcommError:
         came = [self._store.check([f"{self._exchange}/{r}"]) for r in range(self.world_size)]
         missing = [name for name, is_there in zip(self.names, came, strict=True) if not is_there]
         missing = missing or [self.names[0]]  # has not passed on what it has
         waited = f"waited {self.timeout.total_seconds():g} s in {self.caller}"
-        return InitError(
+        kind = TimeoutError if self._is_collective else InitError
+        return kind(
             f"{self.name} {waited} for {self.world_size} ranks; missing: rank "
             f"{', '.join(map(str, missing))}; {self._advice}"
         )
@@ -209,6 +213,8 @@ class StoreBootstrap:
             if self._store.check(["failed"]):
                 raise InitError(text_of(self._store.get("failed")))
         except PeerLostError as error:
+            if self._is_collective:
+                raise
             raise InitError(f"{self.name} waits in {self.caller}: {error}") from error
         except FastcommError:
             raise

@@ -37,8 +37,10 @@ from fastcomm.launching.bootstrap import (
     has_ended,
     host_identity,
     own_connection,
+    process_has_ended,
     text_of,
 )
+from fastcomm.launching.channels import Channels
 
 _log = logging.getLogger("fastcomm")
 _PAUSE_S, _LONGEST_PAUSE_S = 0.002, 0.02
@@ -46,6 +48,12 @@ _GRACE_S = 5.0  # how much longer than the leader the others wait
 _GIVEN_UP = "null"  # in place of who takes part
 _MOST_TIMES = 3  # how often the timeout may pass, while ranks are lost that meet
 _SPLIT = Caller("split()", "has it ended meanwhile?")
+_SEND = Caller(
+    "send()",
+    "every send() to a rank needs a recv() there, and every recv() a send()",
+    is_collective=True,
+)
+_RECV = _SEND._replace(name="recv()")
 _CALLER = Caller("rebuild()", "a lost rank may not be noticed at once: call rebuild() again")
 
 
@@ -143,10 +151,20 @@ class Fixed:
 
     can_meet_anew = is_rebuilt = False
 
-    def __init__(self, bootstrap: StoreBootstrap, connect: Connect, backend: str) -> None:
-        """bootstrap: where the ranks have met. backend: that of the parts."""
+    def __init__(
+        self,
+        bootstrap: StoreBootstrap,
+        connect: Connect,
+        backend: str,
+        neighbours: Sequence[int],
+    ) -> None:
+        """bootstrap: where the ranks have met. backend: that of the parts. neighbours: the ranks of
+        this host.
+        """
         self._bootstrap, self._connect, self._backend = bootstrap, connect, backend
+        self.neighbours = neighbours
         self._n_splits = 0
+        self._channels: Channels | None = None
 
     @property
     def newest(self) -> Transport | None:
@@ -168,8 +186,11 @@ class Fixed:
         own, *_ = wishes[comm.rank]
         ranks = [rank for rank, (theirs, *_) in enumerate(wishes) if theirs == own]
         ranks.sort(key=lambda rank: wishes[rank][1])  # stable: equal keys, as they are here
+        name = f"split {self._n_splits} {ranks[0]}"
         try:
-            part = None if own is None else self._make(comm, ranks)
+            part = None
+            if own is not None:
+                part = self._make_part(comm.rank, ranks, comm.timeout, name, _SPLIT)
         except BaseException:
             with contextlib.suppress(FastcommError):
                 comm.barrier()
@@ -177,20 +198,52 @@ class Fixed:
         comm.barrier()  # the store may live in a rank, which must not end before all have met
         return part
 
-    def _make(self, comm: Transport, ranks: list[int]) -> Transport:
-        store = self._bootstrap.part(f"split {self._n_splits} {ranks[0]}")
-        place = ranks.index(comm.rank), len(ranks)
+    def channels_of(self, comm: Transport) -> Channels:
+        """For send() and recv()."""
+        if self._channels is None:
+            rank, timeout, pids = comm.rank, comm.timeout, comm.pids
+
+            def connect(src: int, dst: int) -> Transport:
+                peer = dst if rank == src else src
+                look = partial(self._look_for_peer, peer, pids[peer])
+                name, caller = f"channel {src} {dst}", _SEND if rank == src else _RECV
+                return self._make_part(rank, [src, dst], timeout, name, caller, look)
+
+            self._channels = Channels(comm, connect)
+        return self._channels
+
+    def _look_for_peer(self, peer: int, pid: int) -> None:
+        """Raises PeerLostError if its process has ended, as far as this host knows."""
+        if peer in self.neighbours and process_has_ended(pid):
+            raise PeerLostError(f"rank {peer} (pid {pid}) has ended", [peer])
+
+    def end_channels(self, aborts: bool) -> None:
+        if self._channels is not None:
+            self._channels.end(aborts)
+
+    def _make_part(
+        self,
+        rank: int,
+        ranks: list[int],
+        timeout: timedelta,
+        name: str,
+        caller: Caller,
+        look: Callable[[], None] | None = None,
+    ) -> Transport:
+        """The communicator of these ranks, numbered as in the list. rank: this one."""
+        store = self._bootstrap.part(name)
+        place = ranks.index(rank), len(ranks)
         try:
-            bootstrap = StoreBootstrap(store, *place, comm.timeout, caller=_SPLIT, names=ranks)
-            part, _ = self._connect(bootstrap, self._backend)
+            bootstrap = StoreBootstrap(store, *place, timeout, caller, ranks, look)
+            part, neighbours = self._connect(bootstrap, self._backend)
         except BaseException as error:
-            told = f"rank {comm.rank} failed in split(): {type(error).__name__}: {error}"
+            told = f"rank {rank} failed in {caller.name}: {type(error).__name__}: {error}"
             with contextlib.suppress(RuntimeError):  # the store is what has failed
                 store.compare_set("failed", "", told)
             if isinstance(error, RuntimeError) and not isinstance(error, FastcommError):
                 raise self._bootstrap.lost(error) from error
             raise
-        part.membership = Fixed(bootstrap, self._connect, self._backend)
+        part.membership = Fixed(bootstrap, self._connect, self._backend, neighbours)
         return part
 
 
@@ -234,7 +287,9 @@ class Membership(Fixed):
         is_new: bool = False,
     ) -> None:
         parts = "auto" if meeting.backend == "hierarchical" else meeting.backend
-        super().__init__(bootstrap, connect, parts)
+        here = host_identity()
+        neighbours = [rank for rank, one in enumerate(meeting.members) if one.host == here]
+        super().__init__(bootstrap, connect, parts, neighbours)
         self._point, self._meeting = point, meeting
         self._newest: _Newest | None = None  # once another has followed
         self._of_older: Callable[[], _Newest | None] = lambda: None
@@ -244,12 +299,6 @@ class Membership(Fixed):
     def has_caught_up(self) -> None:
         """This process has all that the others have."""
         self.is_new = False
-
-    @property
-    def neighbours(self) -> list[int]:
-        """The ranks of this host."""
-        here = host_identity()
-        return [rank for rank, one in enumerate(self._meeting.members) if one.host == here]
 
     @property
     def newest(self) -> Transport | None:

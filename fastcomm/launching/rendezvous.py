@@ -105,7 +105,9 @@ def init(
     if group is not None:
         meeting = meet_in_group(group, timeout)
         comm, neighbours = connect(meeting, backend)
-        comm.membership = Fixed(meeting, functools.partial(connect, group=None), backend)
+        comm.membership = Fixed(
+            meeting, functools.partial(connect, group=None), backend, neighbours
+        )
     else:
         bootstrap = meet(init_method, rank, world_size, timeout)
         comm = arrive(bootstrap, connect, backend, timeout)

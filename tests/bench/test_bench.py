@@ -110,7 +110,7 @@ def test_parts_compares_what_moves_parts_with_gloo(tmp_path):
     rows = json.loads(path.read_text())["rows"]
     assert [(row["collective"], row["nbytes"]) for row in rows] == [
         (collective, nbytes)
-        for collective in ("gather", "scatter", "all_to_all_single")
+        for collective in ("gather", "scatter", "all_to_all_single", "send")
         for nbytes in (1 << 10, 1 << 12, 1 << 14, 1 << 16)
     ]
     for row in rows:

@@ -302,6 +302,9 @@ class GroupCommunicator(Transport):
         check_out(name, out, inp, numel)
         return flat
 
+    def check_tensor(self, tensor: Tensor) -> None:
+        self._check(tensor)
+
     def keep_times(self, is_on: bool) -> None:
         self._queue.n_timekeepers += 1 if is_on else -1
 
@@ -323,10 +326,12 @@ class GroupCommunicator(Transport):
 
     def abort(self) -> None:
         self._queue.abort()
+        self.end_channels(aborts=True)
 
     def close(self) -> None:
         """Peers that still wait for this rank get PeerLostError."""
         self._queue.close()
+        self.end_channels(aborts=False)
 
 
 def _is_dense_here(tensor: Tensor) -> bool:

@@ -143,6 +143,7 @@ cdef class NcclCommunicator:
     wire_dtypes = (*WIRE_DTYPES, *FP8)
     __enter__, __exit__ = Transport.__enter__, Transport.__exit__
     rebuild, split = Transport.rebuild, Transport.split
+    send, recv, end_channels = Transport.send, Transport.recv, Transport.end_channels
     empty_for_all = Transport.empty_for_all
     share_weight, shadow = rounds.share_weight, rounds.shadow
 
@@ -168,12 +169,14 @@ cdef class NcclCommunicator:
         TimeoutError or NcclError if the communicator did not end in order. May be called twice.
         """
         self.link.close(timeout)
+        self.end_channels(aborts=False)
 
     def abort(self):
         """Ends the use of this communicator at once, on this rank and, by PeerLostError, on the
         others.
         """
         self.link.abort()
+        self.end_channels(aborts=True)
 
     def abandon(self, *, bint in_any_case=False):
         """Ends NCCL's communicators on every rank; the ranks meet anew at their next collective.
@@ -430,6 +433,9 @@ cdef class NcclCommunicator:
     @property
     def buckets(self):
         return list(self.link.buckets)
+
+    def check_tensor(self, tensor):
+        self._check(tensor)
 
     cdef object _check(self, tensor, str op="sum"):
         """Returns the tensor, a complex one as pairs. op: what it is reduced by."""

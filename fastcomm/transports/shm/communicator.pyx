@@ -54,7 +54,9 @@ cdef class ShmCommunicator:
     wire_dtypes = WIRE_DTYPES
     __enter__, __exit__ = Transport.__enter__, Transport.__exit__
     rebuild, split = Transport.rebuild, Transport.split
+    send, recv, end_channels = Transport.send, Transport.recv, Transport.end_channels
     make_window, share_weight = Transport.make_window, Transport.share_weight
+    refuse_capture = Transport.refuse_capture
 
     def __cinit__(self, int rank, int world_size, int local_rank, object bootstrap, object timeout):
         if world_size > MAX_RANKS:
@@ -70,12 +72,14 @@ cdef class ShmCommunicator:
         PeerLostError. Tensors stay valid.
         """
         self.ring.close(SHM_CLOSED, has_closed(self.rank))
+        self.end_channels(aborts=False)
 
     def abort(self):
         """Closes, and tells the peers that something went wrong: their collectives end with
         PeerLostError at once.
         """
         self.ring.close(SHM_ABORTED, f"rank {self.rank} has aborted this communicator")
+        self.end_channels(aborts=True)
 
     @property
     def failure(self):
@@ -237,6 +241,10 @@ cdef class ShmCommunicator:
         cdef shm_descriptor d = descriptor(SHM_BARRIER, SHM_SUM)
         self.ring.check_usable()
         return self.ring.call(&d, None, NULL, None, NULL, async_op)
+
+    def check_tensor(self, tensor):
+        cdef shm_descriptor d = descriptor(SHM_BROADCAST, SHM_SUM)
+        self.ring.check(tensor, &d)
 
     def shadow(self):
         return self.ring.shadow()

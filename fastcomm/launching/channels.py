@@ -1,0 +1,179 @@
+"""Channels: send() and recv(), by which one rank passes tensors to another while the others take no
+part.
+
+A channel is what one rank sends to one other. It is a communicator of these two alone, which they
+make at its first message: the sender is rank 0 there, the receiver rank 1, and a message is a
+broadcast. So a message waits for no collective and for no other channel, and what goes wrong with
+it ends as it does in a collective.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from functools import partial
+from queue import SimpleQueue
+
+import torch
+from torch import Tensor
+
+from fastcomm.comm.collective import check_root
+from fastcomm.comm.communicator import Work
+from fastcomm.comm.transport import Transport
+from fastcomm.errors import FastcommError, PeerLostError
+
+
+class Channels:
+    """Those of one rank of a communicator, which ends them when it ends."""
+
+    def __init__(self, comm: Transport, connect: Callable[[int, int], Transport]) -> None:
+        """connect: makes the communicator of a channel, from rank to rank. Collective there."""
+        self._connect = connect
+        self._channels: dict[tuple[int, int], _Channel] = {}
+        weakref.finalize(comm, self.end, aborts=True).atexit = False
+
+    def move(
+        self, comm: Transport, tensor: Tensor, src: int, dst: int, *, async_op: bool
+    ) -> Work | None:
+        """This rank's part in a message from rank `src` to rank `dst`. See Communicator.send."""
+        name, argument, peer = (
+            ("send()", "dst", dst) if src == comm.rank else ("recv()", "src", src)
+        )
+        check_root(argument, peer, comm.world_size)
+        if src == dst:
+            raise ValueError(f"rank {src} cannot send to itself")
+        comm.check_tensor(tensor)
+        comm.refuse_capture(name)
+        channel = self._channels.get((src, dst))
+        if channel is None:
+            channel = _Channel(src, dst, peer, self._connect)
+            self._channels[src, dst] = channel
+        return channel.move(tensor, async_op)
+
+    def end(self, aborts: bool) -> None:
+        for channel in self._channels.values():
+            channel.end(aborts)
+
+
+class _Channel:
+    """One end of a channel. A message that its rank does not wait for moves on a thread of its own:
+    over shared memory it needs one, and so do ranks that have yet to meet.
+    """
+
+    def __init__(
+        self, src: int, dst: int, peer: int, connect: Callable[[int, int], Transport]
+    ) -> None:
+        self._name = f"a message from rank {src} (here rank 0) to rank {dst} (here rank 1)"
+        self._peer = peer
+        self._make = partial(connect, src, dst)
+        self._comm: Transport | None = None
+        self._has_ended = False
+        self._failure: FastcommError | None = None  # of the meeting
+        self._newest: _Message | None = None
+        self._queue: SimpleQueue[_Message | None] | None = None
+
+    def move(self, tensor: Tensor, async_op: bool) -> Work | None:
+        if self._is_idle() and not async_op:
+            with self.in_words():
+                return self._communicator().broadcast(tensor)
+        message = self._newest = _Message(self, tensor)
+        if self._queue is None:
+            self._queue = SimpleQueue()
+            threading.Thread(
+                target=_move_all, args=(self._queue,), name="fastcomm-channel", daemon=True
+            ).start()
+        self._queue.put(message)
+        if async_op:
+            return message
+        message.wait()
+        return None
+
+    def launch(self, tensor: Tensor) -> Work:
+        """On its thread. Over shared memory nothing but a call moves the message."""
+        comm = self._communicator()
+        work = comm.broadcast(tensor, async_op=True)
+        assert work is not None  # for the type checker
+        if not comm.has_streams:
+            work.wait()
+        return work
+
+    def _is_idle(self) -> bool:
+        """Whether no message is left to its thread."""
+        return self._newest is None or self._newest.has_moved
+
+    def _communicator(self) -> Transport:
+        if self._failure is not None:
+            raise self._failure
+        if self._comm is None:
+            try:
+                self._comm = self._make()
+            except FastcommError as error:
+                self._failure = error
+                raise
+            if self._has_ended:  # meanwhile
+                self._comm.abort()
+        return self._comm
+
+    @contextlib.contextmanager
+    def in_words(self) -> Iterator[None]:
+        """An error in the block names the ranks as users know them."""
+        try:
+            yield
+        except PeerLostError as error:
+            raise PeerLostError(self._said(error), [self._peer] if error.ranks else []) from error
+        except FastcommError as error:
+            raise type(error)(self._said(error)) from error
+
+    def _said(self, error: FastcommError) -> str:
+        return f"{self._name}: {error}"
+
+    def end(self, aborts: bool) -> None:
+        self._has_ended = True
+        if self._queue is not None:
+            self._queue.put(None)
+        if self._comm is not None and (aborts or not self._is_idle()):
+            self._comm.abort()
+        elif self._comm is not None:
+            self._comm.close()
+
+
+class _Message(Work):
+    """One that its rank does not wait for at once."""
+
+    def __init__(self, channel: _Channel, tensor: Tensor) -> None:
+        self._channel, self._tensor = channel, tensor
+        self._launched: Future[Work] = Future()
+        is_on_stream = tensor.device.type == "cuda"
+        self._stream = torch.cuda.current_stream(tensor.device) if is_on_stream else None
+
+    def launch(self) -> None:
+        """On the channel's thread."""
+        try:
+            with torch.cuda.stream(self._stream):
+                self._launched.set_result(self._channel.launch(self._tensor))
+        except BaseException as error:
+            self._launched.set_exception(error)
+
+    @property
+    def has_moved(self) -> bool:
+        return self._launched.done()
+
+    def wait(self) -> None:
+        with self._channel.in_words():
+            self._launched.result().wait()
+
+    def is_completed(self) -> bool:
+        if not self._launched.done():
+            return False
+        has_failed = self._launched.exception() is not None
+        return has_failed or self._launched.result().is_completed()
+
+
+def _move_all(queue: SimpleQueue[_Message | None]) -> None:
+    """What a channel's thread does until the channel ends. It holds nothing of it in between."""
+    while (message := queue.get()) is not None:
+        message.launch()
+        del message
