@@ -13,8 +13,44 @@ LAUNCHERS = "fastcomm/launching/launchers.py"
 
 LAUNCHER_TESTS = "tests/launching/test_launchers.py::test_"
 WATCHDOG_TESTS = ("tests/comm/test_watchdog.py",)
+CHANNELS = "fastcomm/launching/channels.py"
+MESSAGES = "tests/contract/test_messages.py"
 
 MUTATIONS = (
+    Mutation(
+        name="channels: a message that its rank waits for overtakes the others",
+        file=CHANNELS,
+        within="_Channel.move",
+        old="self._is_idle() and not async_op",
+        new="not async_op",
+        tests=(
+            f"{MESSAGES}::test_messages_of_one_rank_to_another_arrive_in_the_order_of_the_calls",
+        ),
+    ),
+    Mutation(
+        name="channels: a lost rank has its number in the channel",
+        file=CHANNELS,
+        within="_Channel.in_words",
+        old="[self._peer] if error.ranks else []",
+        new="error.ranks",
+        tests=(f"{MESSAGES}::test_a_rank_that_will_not_send_any_more_is_named[shm-killed-True]",),
+    ),
+    Mutation(
+        name="channels: a tensor is checked by the two ranks alone",
+        file=CHANNELS,
+        within="Channels.move",
+        old="comm.check_tensor(tensor)",
+        new="",
+        tests=(f"{MESSAGES}::test_bad_arguments_are_refused_before_the_other_rank_is_involved",),
+    ),
+    Mutation(
+        name="channels: nobody looks whether the other rank has ended",
+        file="fastcomm/launching/membership.py",
+        within="Fixed._look_for_peer",
+        old="process_has_ended(pid)",
+        new="False",
+        tests=(f"{MESSAGES}::test_a_rank_that_will_not_send_any_more_is_named[shm-killed-False]",),
+    ),
     Mutation(
         name="watchdog: a peer that closed after the same collective is lost",
         file=WATCHDOG,
