@@ -187,6 +187,41 @@ def test_a_reducer_refuses_distributed_tensors_by_name(comm):
         fastcomm.Reducer(replicas).attach(model)
 
 
+@on_ranks(4)
+def test_copies_under_sequence_parallelism_get_the_gradients_of_one_process(comm):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Partial, Replicate, Shard
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        PrepareModuleOutput,
+        RowwiseParallel,
+        SequenceParallel,
+        parallelize_module,
+    )
+
+    from examples.device_mesh import copy_values, difference, loss_of, mlp, reduce_gradients
+
+    world()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    plan = {
+        "0": ColwiseParallel(),
+        "2": RowwiseParallel(output_layouts=Shard(0)),
+        "3": SequenceParallel(sequence_dim=0),
+    }
+    model = parallelize_module(mlp(), mesh["tp"], plan)
+    gathered = PrepareModuleOutput(output_layouts=Shard(0), desired_output_layouts=Replicate())
+    parallelize_module(model, mesh["tp"], gathered)
+    batch = torch.randn(16, 8, generator=torch.Generator().manual_seed(1))
+    with fastcomm.init(group=mesh["dp"].get_group(), device="cpu") as copies:
+        for parameter in model.parameters():
+            parameter.data.mul_(1 + copies.rank)  # no seed has made the copies alike
+        copy_values(model, copies)
+        loss_of(model, batch.chunk(2)[copies.rank]).backward()
+        reduce_gradients(model, copies)
+    assert model[3].weight.grad.placements == (Partial(),)  # its parameter is Replicate()
+    assert difference(model, batch) < 1e-6
+
+
 @on_ranks(2)
 def test_zero_redundancy_optimizer_trains_as_sgd(comm):
     from torch.distributed.optim import ZeroRedundancyOptimizer

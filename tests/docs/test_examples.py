@@ -87,6 +87,13 @@ def test_hosts_sync_seldom_and_ranks_of_a_host_at_every_step() -> None:
     assert len(totals) == 4 and len(set(totals)) == 1
 
 
+@pytest.mark.parametrize("way", ["tensor-parallel", "fsdp", "hsdp"])
+def test_copies_in_parts_get_the_gradients_of_one_process(way: str) -> None:
+    printed = printed_by(ROOT / "examples" / "device_mesh.py", way, ranks=4)
+    differences = [float(found) for found in re.findall(r"up to (\S+)", printed)]
+    assert len(differences) == 4 and max(differences) < 1e-6
+
+
 def test_a_training_goes_on_without_a_lost_rank_and_takes_in_another() -> None:
     command = ("-m", "fastcomm", "run", "--replace", "1", "--ranks", "3")
     done = python(*command, ROOT / "examples" / "survive.py")
