@@ -48,6 +48,8 @@ BENCHMARKS = {
 }
 
 
+ABSENT = "not available: "  # and then why
+
 # What bench/lib/report.py adds to each of them.
 OF_BENCHMARKS = """options of every benchmark; NAME --help lists its own:
   --json FILE           the results as JSON; - for stdout
@@ -241,7 +243,7 @@ def find_this_package() -> None:
 
 
 def info() -> dict[str, str]:
-    return {
+    facts = {
         "fastcomm": f"{fastcomm.__version__} in {Path(__file__).resolve().parent}",
         "Python": platform.python_version(),
         "torch": f"{torch.__version__} (CUDA {torch.version.cuda})"
@@ -255,6 +257,10 @@ def info() -> dict[str, str]:
         "kernels": kernels_state(),
         "NCCL": nccl_state(),
     }
+    if facts["CUDA"].startswith(ABSENT):
+        for name in ("CUDA", "kernels", "NCCL"):
+            facts[name] = f"not needed on the CPU: {facts[name].removeprefix(ABSENT)}"
+    return facts
 
 
 def shm_state() -> str:
@@ -262,7 +268,7 @@ def shm_state() -> str:
         importlib.import_module("fastcomm.transports.shm.communicator")
     except ImportError as error:
         return (
-            f"not available: {error}. Build it with `python setup.py build_ext --inplace`, or "
+            f"{ABSENT}{error}. Build it with `python setup.py build_ext --inplace`, or "
             "install a wheel"
         )
     return "ready"
@@ -271,7 +277,7 @@ def shm_state() -> str:
 def hosts_state() -> str:
     """Whether ranks of several hosts can meet on the CPU."""
     if not torch.distributed.is_gloo_available():
-        return "not available: this torch was built without Gloo"
+        return f"{ABSENT}this torch was built without Gloo"
     interface = os.environ.get("GLOO_SOCKET_IFNAME")
     return (
         "hierarchical and group ready, over Gloo on "
@@ -284,7 +290,7 @@ def cuda_state() -> str:
     try:
         major, minor = divmod(cuda_driver.load() // 10, 100)
     except fastcomm.FastcommError as error:
-        return f"not available: {error}"
+        return f"{ABSENT}{error}"
     driver = f"driver for CUDA {major}.{minor}"
     if not torch.version.cuda:
         return f"{driver}; but this torch was built without CUDA"
@@ -300,7 +306,7 @@ def nccl_state() -> str:
     try:
         version, path = nccl_library.load()
     except fastcomm.FastcommError as error:
-        return f"not available: {error}"
+        return f"{ABSENT}{error}"
     return f"{nccl_library.version_text(version)} in {path}"
 
 
@@ -312,7 +318,7 @@ def kernels_state() -> str:
     if importlib.util.find_spec("cupy") is not None:
         return "compiled by CuPy at first use"
     return (
-        "not available: neither was nvcc there when fastcomm was built, nor is CuPy installed "
+        f"{ABSENT}neither was nvcc there when fastcomm was built, nor is CuPy installed "
         "(fastcomm[cuda12], fastcomm[cuda13])"
     )
 

@@ -112,6 +112,20 @@ def test_info_as_json_holds_what_info_prints(console: Console) -> None:
     assert console.prints("info").splitlines() == lines
 
 
+def test_info_says_that_the_cpu_needs_nothing_that_is_for_gpus(
+    console: Console, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def load() -> int:
+        raise fastcomm.InitError("there is no CUDA driver")
+
+    monkeypatch.setattr(command_line.cuda_driver, "load", load)
+    facts = json.loads(console.prints("info", "--json"))
+    assert facts["CUDA"] == "not needed on the CPU: there is no CUDA driver"
+    for name in ("kernels", "NCCL"):
+        assert facts[name].startswith("not needed on the CPU: ")
+    assert not any("not available" in fact for fact in facts.values())
+
+
 def test_run_asks_for_a_script_and_not_for_its_arguments(console: Console) -> None:
     status, _, err = console("run")
     assert status == 2 and err.endswith("required: script\n")
