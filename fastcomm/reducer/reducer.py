@@ -131,6 +131,7 @@ class Reducer(ReducerFlags):
 
     To be read:
 
+    comm: the communicator; once refresh() has followed a rebuild(), the new one.
     n_rounds: how many reductions have ended as they should; equal on all ranks.
     data_exhausted: whether this rank's data has ended, in the join() under way or the last one.
     """
