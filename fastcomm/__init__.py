@@ -32,7 +32,7 @@ from fastcomm.reducer.reducer import Reducer
 from fastcomm.torch_backend import process_group as process_group  # registers the backend
 from fastcomm.torch_backend.ddp_hook import HookState, all_reduce_hook
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "AbandonedError",
