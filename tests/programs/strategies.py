@@ -134,11 +134,21 @@ def backwards(n: int) -> st.SearchStrategy[Backward]:
 
 
 def _only_in_place_when_unsynced(operation: Backward) -> Backward:
-    """A gradient of the user's own that this backward does not reduce is no more than a mistake."""
+    """A gradient of the user's own that this backward does not reduce is no more than a mistake; so
+    is one that was scaled, where the parameter takes no part in the backward.
+    """
     if operation.is_synced:
         return operation
-    kept = (one if one and one.how == "scaled" else None for one in operation.touches)
-    return Backward(operation.routes, operation.how, False, tuple(kept))
+    kept = [
+        one if one and one.how == "scaled" and _uses_all(route) else None
+        for one, route in zip(operation.touches, operation.routes, strict=False)
+    ]
+    touches = () if operation.how == "inputs" else tuple(kept)
+    return Backward(operation.routes, operation.how, False, touches)
+
+
+def _uses_all(route: Route) -> bool:
+    return route == replace(route, heads=Route.heads, depth=Route.depth, gain=True)
 
 
 @functools.cache
