@@ -173,7 +173,8 @@ class Communicator(abc.ABC):
         What one rank sends to another arrives in the order it was sent in. It returns when the
         other rank has it, or sooner. So two ranks that send to each other at once need async_op for
         one of them; over NCCL the device waits likewise. A message that fails ends what its rank
-        sends to that other one; TimeoutError where there is no recv().
+        sends to that other one, but MismatchError does so over NCCL alone; TimeoutError where there
+        is no recv().
         """
         channels = self.membership.channels_of(self)
         work: Work | None = channels.move(self, tensor, self.rank, dst, async_op=async_op)

@@ -23,15 +23,19 @@ from torch import Tensor
 from fastcomm.comm.collective import check_root
 from fastcomm.comm.communicator import Work
 from fastcomm.comm.transport import Transport
-from fastcomm.errors import FastcommError, PeerLostError
+from fastcomm.errors import FastcommError, PeerLostError, has_closed
 
 
 class Channels:
     """Those of one rank of a communicator, which ends them when it ends."""
 
     def __init__(self, comm: Transport, connect: Callable[[int, int], Transport]) -> None:
-        """connect: makes the communicator of a channel, from rank to rank. Collective there."""
+        """connect: makes the communicator of a channel, from rank to rank. Collective there. While
+        it waits for the other rank it calls look() of this.
+        """
         self._connect = connect
+        self._rank = comm.rank
+        self._failure: FastcommError | None = None  # that of meetings, once these have ended
         self._channels: dict[tuple[int, int], _Channel] = {}
         weakref.finalize(comm, self.end, aborts=True).atexit = False
 
@@ -53,7 +57,14 @@ class Channels:
             self._channels[src, dst] = channel
         return channel.move(tensor, async_op)
 
+    def look(self) -> None:
+        """Raises what ends a meeting: the communicator has ended on this rank."""
+        if self._failure is not None:
+            raise self._failure
+
     def end(self, aborts: bool) -> None:
+        aborted = f"rank {self._rank} has aborted this communicator"
+        self._failure = FastcommError(aborted if aborts else has_closed(self._rank))
         for channel in self._channels.values():
             channel.end(aborts)
 

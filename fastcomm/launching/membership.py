@@ -213,7 +213,11 @@ class Fixed:
         return self._channels
 
     def _look_for_peer(self, peer: int, pid: int) -> None:
-        """Raises PeerLostError if its process has ended, as far as this host knows."""
+        """Raises PeerLostError if its process has ended, as far as this host knows; FastcommError
+        if this rank's communicator has.
+        """
+        if self._channels is not None:
+            self._channels.look()
         if peer in self.neighbours and process_has_ended(pid):
             raise PeerLostError(f"rank {peer} (pid {pid}) has ended", [peer])
 

@@ -4,6 +4,7 @@ collective, and fails by name on both.
 
 from __future__ import annotations
 
+import gc
 import time
 from datetime import timedelta
 
@@ -13,7 +14,7 @@ import torch
 import fastcomm
 from fastcomm import FastcommError, MismatchError, PeerLostError
 from tests.contract import assert_ended, new_ranks
-from tests.support.bodies import communicator, leave
+from tests.support.bodies import communicator, leave, note, wait_for_note
 from tests.support.outcomes import values_of
 from tests.support.ranks import on_ranks
 from tests.support.reference import check_all_reduce
@@ -129,6 +130,10 @@ def _differ(place, async_op):
                 if work is not None:
                     work.wait()
                 time.sleep(0.1)
+        if comm.backend != "nccl":  # the channel goes on
+            tensor = torch.full((5,), float(place.rank))
+            move(tensor, 1 - place.rank)
+            assert tensor.tolist() == [0.0] * 5
         check_all_reduce(comm)  # goes on
         return str(differ.value)
 
@@ -206,6 +211,35 @@ def _wait_for_nothing(place):
 def test_a_message_that_is_never_sent_ends_with_the_timeout(transport, world_size):
     text, _ = values_of(new_ranks(transport, world_size, _wait_for_nothing))
     assert "waited 2 s in recv() for 2 ranks; missing: rank 1; every send()" in text
+
+
+def _end_in_meeting(place, how):
+    comm = communicator(place, timeout=timedelta(seconds=60))
+    work = comm.recv(torch.ones(3), 1, async_op=True) if place.rank == 0 else None
+    check_all_reduce(comm)
+    if place.rank == 0:
+        began = time.monotonic()
+        if how == "is dropped":
+            del comm
+            gc.collect()
+        else:
+            leave(place, comm, how)
+        with pytest.raises(FastcommError, match="rank 0 has (closed|aborted) this communicator"):
+            work.wait()
+        assert time.monotonic() - began < 10
+        note(place, ended=True)
+        return
+    wait_for_note(place, "ended")
+    with pytest.raises(FastcommError):
+        comm.send(torch.ones(3), 0)
+
+
+@pytest.mark.parametrize("how", ["closes", "aborts", "is dropped"])
+@over(2)
+def test_a_message_whose_ranks_have_yet_to_meet_ends_with_the_communicator(
+    transport, world_size, how
+):
+    values_of(new_ranks(transport, world_size, _end_in_meeting, how))
 
 
 def _close_meanwhile(place):
