@@ -12,6 +12,7 @@ import time
 import weakref
 from collections import deque
 
+cimport cython
 from libc.stdlib cimport calloc, free
 
 from fastcomm.transports.cuda.driver cimport (
@@ -23,6 +24,7 @@ from fastcomm.transports.cuda.driver cimport (
 cdef double DRIVER_ANSWER_S = 1.0  # how long the watchdog waits
 
 
+@cython.no_gc_clear  # a work that is collected hands its record on
 cdef class Launches:
     """The launches of one communicator. The thread that launches calls `begin` and `end` around
     each launch; the watchdog's thread calls `ask` and `oldest_unfinished`.
