@@ -49,6 +49,7 @@ DROPPED = (
     "dropped its communicator without close() (has its script raised, or its data ended earlier? "
     "see what it has printed)"
 )
+ABORTED = "aborted its communicator"
 # The same of one whose process has ended.
 ENDED = "ended without close() (has its data ended earlier? see what it has printed)"
 RAISED = "ended by an exception, which it has printed"

@@ -211,7 +211,8 @@ class StoreBootstrap:
             if self._exchange == "1" and self._store.check([_TAKEN_IN]):
                 raise TakenIn(text_of(self._store.get(_TAKEN_IN)))
             if self._store.check(["failed"]):
-                raise InitError(text_of(self._store.get("failed")))
+                kind = PeerLostError if self._is_collective else InitError
+                raise kind(text_of(self._store.get("failed")))
         except PeerLostError as error:
             if self._is_collective:
                 raise

@@ -27,7 +27,7 @@ from fastcomm.errors import FastcommError, PeerLostError, has_closed
 
 
 class Channels:
-    """Those of one rank of a communicator, which ends them when it ends."""
+    """All channels of one rank of a communicator. They end with it."""
 
     def __init__(self, comm: Transport, connect: Callable[[int, int], Transport]) -> None:
         """connect: makes the communicator of a channel, from rank to rank. Collective there. While
@@ -35,7 +35,7 @@ class Channels:
         """
         self._connect = connect
         self._rank = comm.rank
-        self._failure: FastcommError | None = None  # that of meetings, once these have ended
+        self._failure: FastcommError | None = None  # what a meeting ends with, once these have
         self._channels: dict[tuple[int, int], _Channel] = {}
         weakref.finalize(comm, self.end, aborts=True).atexit = False
 
@@ -43,9 +43,10 @@ class Channels:
         self, comm: Transport, tensor: Tensor, src: int, dst: int, *, async_op: bool
     ) -> Work | None:
         """This rank's part in a message from rank `src` to rank `dst`. See Communicator.send."""
-        name, argument, peer = (
-            ("send()", "dst", dst) if src == comm.rank else ("recv()", "src", src)
-        )
+        if src == comm.rank:
+            name, argument, peer = "send()", "dst", dst
+        else:
+            name, argument, peer = "recv()", "src", src
         check_root(argument, peer, comm.world_size)
         if src == dst:
             raise ValueError(f"rank {src} cannot send to itself")
@@ -70,8 +71,9 @@ class Channels:
 
 
 class _Channel:
-    """One end of a channel. A message that its rank does not wait for moves on a thread of its own:
-    over shared memory it needs one, and so do ranks that have yet to meet.
+    """One end of a channel. Its thread moves the messages that this rank does not wait for at once,
+    and those behind them: over shared memory nothing but a call moves one, and the two ranks may
+    have yet to meet.
     """
 
     def __init__(
@@ -81,20 +83,21 @@ class _Channel:
         self._peer = peer
         self._make = partial(connect, src, dst)
         self._comm: Transport | None = None
-        self._has_ended = False
         self._failure: FastcommError | None = None  # of the meeting
+        self._has_ended = False
         self._newest: _Message | None = None
         self._queue: SimpleQueue[_Message | None] | None = None
 
     def move(self, tensor: Tensor, async_op: bool) -> Work | None:
         if self._is_idle() and not async_op:
-            with self.in_words():
-                return self._communicator().broadcast(tensor)
+            comm = self._communicator()
+            with self.naming_ranks():
+                return comm.broadcast(tensor)
         message = self._newest = _Message(self, tensor)
         if self._queue is None:
             self._queue = SimpleQueue()
             threading.Thread(
-                target=_move_all, args=(self._queue,), name="fastcomm-channel", daemon=True
+                target=_launch_all, args=(self._queue,), name="fastcomm-channel", daemon=True
             ).start()
         self._queue.put(message)
         if async_op:
@@ -103,19 +106,21 @@ class _Channel:
         return None
 
     def launch(self, tensor: Tensor) -> Work:
-        """On its thread. Over shared memory nothing but a call moves the message."""
+        """On the thread."""
         comm = self._communicator()
-        work = comm.broadcast(tensor, async_op=True)
-        assert work is not None  # for the type checker
-        if not comm.has_streams:
-            work.wait()
+        with self.naming_ranks():
+            work = comm.broadcast(tensor, async_op=True)
+            assert work is not None  # for the type checker
+            if not comm.has_streams:
+                work.wait()
         return work
 
     def _is_idle(self) -> bool:
-        """Whether no message is left to its thread."""
-        return self._newest is None or self._newest.has_moved
+        """Whether the thread has nothing left to do: it takes one message after the other."""
+        return self._newest is None or self._newest.is_launched
 
     def _communicator(self) -> Transport:
+        """Errors of the meeting name the ranks as users do."""
         if self._failure is not None:
             raise self._failure
         if self._comm is None:
@@ -124,39 +129,42 @@ class _Channel:
             except FastcommError as error:
                 self._failure = error
                 raise
-            if self._has_ended:  # meanwhile
+            except BaseException as error:  # of a signal handler, say
+                self._failure = FastcommError(f"{error!r} has interrupted the first message")
+                raise
+            if self._has_ended:  # while the ranks met
                 self._comm.abort()
         return self._comm
 
     @contextlib.contextmanager
-    def in_words(self) -> Iterator[None]:
-        """An error in the block names the ranks as users know them."""
+    def naming_ranks(self) -> Iterator[None]:
+        """An error of the channel's communicator says which ranks it numbers 0 and 1."""
         try:
             yield
         except PeerLostError as error:
-            raise PeerLostError(self._said(error), [self._peer] if error.ranks else []) from error
+            ranks = [self._peer] if error.ranks else []
+            raise PeerLostError(f"{self._name}: {error}", ranks) from error
         except FastcommError as error:
-            raise type(error)(self._said(error)) from error
-
-    def _said(self, error: FastcommError) -> str:
-        return f"{self._name}: {error}"
+            raise type(error)(f"{self._name}: {error}") from error
 
     def end(self, aborts: bool) -> None:
         self._has_ended = True
         if self._queue is not None:
             self._queue.put(None)
-        if self._comm is not None and (aborts or not self._is_idle()):
+        if self._comm is None:
+            return
+        if aborts or not self._is_idle():  # close() would wait for the thread's message
             self._comm.abort()
-        elif self._comm is not None:
+        else:
             self._comm.close()
 
 
 class _Message(Work):
-    """One that its rank does not wait for at once."""
+    """A message that its rank does not wait for at once."""
 
     def __init__(self, channel: _Channel, tensor: Tensor) -> None:
         self._channel, self._tensor = channel, tensor
-        self._launched: Future[Work] = Future()
+        self._work: Future[Work] = Future()
         is_on_stream = tensor.device.type == "cuda"
         self._stream = torch.cuda.current_stream(tensor.device) if is_on_stream else None
 
@@ -164,27 +172,28 @@ class _Message(Work):
         """On the channel's thread."""
         try:
             with torch.cuda.stream(self._stream):
-                self._launched.set_result(self._channel.launch(self._tensor))
+                self._work.set_result(self._channel.launch(self._tensor))
         except BaseException as error:
-            self._launched.set_exception(error)
+            self._work.set_exception(error)
 
     @property
-    def has_moved(self) -> bool:
-        return self._launched.done()
+    def is_launched(self) -> bool:
+        """Or has failed. Without streams it is in place then."""
+        return self._work.done()
 
     def wait(self) -> None:
-        with self._channel.in_words():
-            self._launched.result().wait()
+        work = self._work.result()
+        with self._channel.naming_ranks():
+            work.wait()
 
     def is_completed(self) -> bool:
-        if not self._launched.done():
+        if not self.is_launched:
             return False
-        has_failed = self._launched.exception() is not None
-        return has_failed or self._launched.result().is_completed()
+        return self._work.exception() is not None or self._work.result().is_completed()
 
 
-def _move_all(queue: SimpleQueue[_Message | None]) -> None:
-    """What a channel's thread does until the channel ends. It holds nothing of it in between."""
+def _launch_all(queue: SimpleQueue[_Message | None]) -> None:
+    """What a channel's thread does until the channel ends. In between it holds no message."""
     while (message := queue.get()) is not None:
         message.launch()
         del message

@@ -173,19 +173,22 @@ def _lose(place, how, is_met):
 
 
 def cases():
-    """A rank that is on another host, and has sent nothing yet, is missed after the timeout."""
+    """That a process has ended on another host is known of one that has sent something."""
     for transport in ("shm", "nccl", "group", "hierarchical"):
         yield transport, "killed", True
-        yield transport, "closes", True
+        for is_met in (True, False):
+            yield transport, "closes", is_met
     for transport in ("shm", "nccl", "group"):
         yield transport, "killed", False
+    yield "shm", "aborts", False
 
 
 @pytest.mark.parametrize("transport, how, is_met", list(cases()), indirect=["transport"])
 def test_a_rank_that_will_not_send_any_more_is_named(transport, how, is_met):
     outcomes = new_ranks(transport, 3, _lose, how, is_met)
     _, text = values_of(outcomes[:2])
-    assert text.startswith("a message from rank 2 (here rank 0) to rank 1 (here rank 1): ")
+    begins = "a message from rank 2 (here rank 0) to rank 1 (here rank 1): rank 0 (pid "
+    assert text.startswith(begins if is_met else "rank 2 (pid "), text
 
 
 def _wait_for_nothing(place):
@@ -196,11 +199,13 @@ def _wait_for_nothing(place):
         with pytest.raises(fastcomm.TimeoutError):  # as what has failed stays so
             comm.recv(torch.ones(3), 1, async_op=True).wait()
         check_all_reduce(comm)
+        check_all_reduce(comm)
         comm.close()
         return str(late.value)
     check_all_reduce(comm)
     with pytest.raises(FastcommError, match=r"rank 0 failed in recv\(\)"):
         comm.send(torch.ones(3), 0)
+    check_all_reduce(comm)
     comm.close()
     with pytest.raises(FastcommError, match="rank 1 has closed this communicator"):
         comm.send(torch.ones(3), 0)

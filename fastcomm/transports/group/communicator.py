@@ -325,13 +325,13 @@ class GroupCommunicator(Transport):
             leave_backward(self)
 
     def abort(self) -> None:
-        self._queue.abort()
         self.end_channels(aborts=True)
+        self._queue.abort()
 
     def close(self) -> None:
         """Peers that still wait for this rank get PeerLostError."""
-        self._queue.close()
         self.end_channels(aborts=False)
+        self._queue.close()
 
 
 def _is_dense_here(tensor: Tensor) -> bool:

@@ -168,15 +168,16 @@ cdef class NcclCommunicator:
         graph that has captured collectives is alive, because NCCL would wait for it for ever;
         TimeoutError or NcclError if the communicator did not end in order. May be called twice.
         """
+        if self.link.graphs.count() == 0:
+            self.end_channels(aborts=False)
         self.link.close(timeout)
-        self.end_channels(aborts=False)
 
     def abort(self):
         """Ends the use of this communicator at once, on this rank and, by PeerLostError, on the
         others.
         """
-        self.link.abort()
         self.end_channels(aborts=True)
+        self.link.abort()
 
     def abandon(self, *, bint in_any_case=False):
         """Ends NCCL's communicators on every rank; the ranks meet anew at their next collective.
@@ -435,12 +436,18 @@ cdef class NcclCommunicator:
         return list(self.link.buckets)
 
     def check_tensor(self, tensor):
-        self._check(tensor)
+        """Also in a join(): what two ranks do alone the others need not hear of."""
+        self.link.check_usable()
+        self._as_taken(tensor, "sum")
 
     cdef object _check(self, tensor, str op="sum"):
-        """Returns the tensor, a complex one as pairs. op: what it is reduced by."""
+        """As _as_taken, where a collective may begin."""
         self.link.check_usable()
         rounds.refuse_in_join(self)
+        return self._as_taken(tensor, op)
+
+    cdef object _as_taken(self, tensor, str op):
+        """Returns the tensor, a complex one as pairs. op: what it is reduced by."""
         if not isinstance(tensor, TENSOR) or is_wrapper(tensor):
             refuse_tensor(tensor, self.backend, self.device)
         is_here = tensor.device == self.device and tensor.layout is torch.strided

@@ -71,15 +71,15 @@ cdef class ShmCommunicator:
         """Ends the use of this communicator on this rank; peers that still wait for it get
         PeerLostError. Tensors stay valid.
         """
-        self.ring.close(SHM_CLOSED, has_closed(self.rank))
         self.end_channels(aborts=False)
+        self.ring.close(SHM_CLOSED, has_closed(self.rank))
 
     def abort(self):
         """Closes, and tells the peers that something went wrong: their collectives end with
         PeerLostError at once.
         """
-        self.ring.close(SHM_ABORTED, f"rank {self.rank} has aborted this communicator")
         self.end_channels(aborts=True)
+        self.ring.close(SHM_ABORTED, f"rank {self.rank} has aborted this communicator")
 
     @property
     def failure(self):

@@ -14,7 +14,7 @@ import torch
 from fastcomm.comm import collective
 from fastcomm.comm.collective import CPU_DTYPES, used_values
 from fastcomm.errors import (
-    CLOSED, DROPPED, ENDED, KILLED, RAISED, AbandonedError, FastcommError, MismatchError,
+    ABORTED, CLOSED, DROPPED, ENDED, KILLED, RAISED, AbandonedError, FastcommError, MismatchError,
     PeerLostError, TimeoutError,
 )
 from fastcomm.comm.lifetime import again
@@ -37,7 +37,7 @@ cdef shm_counting NOT_COUNTED = shm_counting(0, False)
 cdef double NOTICE_S = 1  # how long an interrupted rank waits before it prints why
 # How a rank has ended, by its state; an aborted one may name another as the cause.
 cdef dict GONE = {
-    SHM_ALIVE: KILLED, SHM_CLOSED: CLOSED, SHM_ABORTED: "aborted its communicator",
+    SHM_ALIVE: KILLED, SHM_CLOSED: CLOSED, SHM_ABORTED: ABORTED,
     SHM_DROPPED: DROPPED, SHM_ENDED: ENDED, SHM_RAISED: RAISED,
 }
 
