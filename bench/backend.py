@@ -29,7 +29,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lib import launch, machine, report, tables, turns
-from lib.allreduce_options import parse_size
 from lib.chart import size_text
 from lib.models import CASES, WARM_UP_STEPS
 from lib.step_table import steps_table
@@ -84,17 +83,8 @@ def parse_options() -> argparse.Namespace:
         action="store_true",
         help="DDP's gradient_as_bucket_view: gradients are not copied out of their buckets",
     )
-    parser.add_argument(
-        "-e",
-        type=parse_size,
-        default=SIZES[-1],
-        metavar="SIZE",
-        help="largest all-reduce; K, M and G are binary (64M)",
-    )
-    options = report.parse(parser, rounds=16)
-    if options.e < SIZES[0]:
-        parser.error(f"-e is at least {SIZES[0]}, the smallest size")
-    return options
+    report.add_largest_size(parser, SIZES, "all-reduce")
+    return report.parse(parser, rounds=16)
 
 
 # ---- the parent ----------------------------------------------------------------------------------

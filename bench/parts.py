@@ -42,7 +42,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lib import launch, machine, report, tables, turns
-from lib.allreduce_options import parse_size
 from lib.chart import size_text
 from lib.tables import Column, Spread, Table, Times, three_digits, time_cell
 from torch import Tensor
@@ -92,18 +91,10 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument(
         "--ranks", type=int, default=2, metavar="N", help="number of ranks, on this machine (2)"
     )
-    parser.add_argument(
-        "-e",
-        type=parse_size,
-        default=SIZES[-1],
-        metavar="SIZE",
-        help="largest size; K, M and G are binary (16M)",
-    )
+    report.add_largest_size(parser, SIZES)
     options = report.parse(parser, rounds=16)
     if options.ranks < 2:
         parser.error("--ranks is at least 2: one rank has no peers")
-    if options.e < SIZES[0]:
-        parser.error(f"-e is at least {SIZES[0]}, the smallest size")
     return options
 
 

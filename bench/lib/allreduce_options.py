@@ -23,7 +23,6 @@ DTYPES = {
     "uint8": "uint8",
 }
 OPS = {"sum": "sum", "prod": "prod", "min": "min", "max": "max", "avg": "mean"}
-UNITS = {"G": 2**30, "M": 2**20, "K": 2**10}
 MOST_RANKS = 64
 PEERS = ("gloo", *NAMES, "before")
 
@@ -44,13 +43,13 @@ def parse_options(description: str | None) -> argparse.Namespace:
 def add_flags_of_nccl_tests(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "-b",
-        type=parse_size,
+        type=report.parse_size,
         default="1K",
         metavar="SIZE",
         help="smallest size, in bytes; K, M and G are binary (1K)",
     )
     parser.add_argument(
-        "-e", type=parse_size, default="256M", metavar="SIZE", help="largest size (256M)"
+        "-e", type=report.parse_size, default="256M", metavar="SIZE", help="largest size (256M)"
     )
     parser.add_argument("-f", type=int, default=4, help="factor between sizes (4)")
     parser.add_argument(
@@ -128,24 +127,6 @@ def find_problem(options: argparse.Namespace) -> str | None:
 def cards() -> int:
     """How many ranks can have a GPU each. At least one: that there is no GPU is said elsewhere."""
     return max(1, cuda_clock.device_count())
-
-
-def parse_size(text: str) -> int:
-    unit = text[-1:].upper()
-    number, factor = (text[:-1], UNITS[unit]) if unit in UNITS else (text, 1)
-    if not number.isdigit():
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not a size: a whole number of bytes, or of K, M or G"
-        )
-    return int(number) * factor
-
-
-def short_size(nbytes: int) -> str:
-    """1048576 is 1M, as -b takes it."""
-    for unit, factor in UNITS.items():
-        if nbytes % factor == 0:
-            return f"{nbytes // factor}{unit}"
-    return str(nbytes)
 
 
 def parse_peers(text: str) -> list[str]:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from lib import machine, report, tables
 from lib.allreduce_mpi import NAMES
-from lib.allreduce_options import DTYPES, OPS, short_size
+from lib.allreduce_options import DTYPES, OPS
 from lib.tables import Column, Times
 
 PEERS = ("gloo", *NAMES, "ordinary", "nccl", "before")
@@ -189,7 +189,7 @@ def print_headline(row: Size) -> None:
     times = ", ".join(
         f"{peer} {row.in_place.median(peer):.1f} us" for peer in ("fastcomm", "ordinary", "nccl")
     )
-    print(f"# {short_size(row.nbytes)} in place: {times}")
+    print(f"# {report.short_size(row.nbytes)} in place: {times}")
 
 
 # ---- the file ------------------------------------------------------------------------------------

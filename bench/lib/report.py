@@ -29,6 +29,8 @@ COUNTS = ("ranks", "steps", "rounds", "pairs", "seeds", "every")
 # Of these the results tell how they were measured; the others say where they go.
 OUTPUTS = ("--json", "--plot", "--report")
 
+UNITS = {"G": 2**30, "M": 2**20, "K": 2**10}
+
 T = TypeVar("T")
 
 
@@ -112,6 +114,25 @@ def add_choices(
     )
 
 
+def add_largest_size(
+    parser: argparse.ArgumentParser, sizes: Sequence[int], what: str = "size"
+) -> None:
+    """-e: which of the sizes, in bytes, is the largest that is measured. what: has that size."""
+
+    def largest(text: str) -> int:
+        if (nbytes := parse_size(text)) < sizes[0]:
+            raise argparse.ArgumentTypeError(f"it is at least {sizes[0]}, the smallest size")
+        return nbytes
+
+    parser.add_argument(
+        "-e",
+        type=largest,
+        default=sizes[-1],
+        metavar="SIZE",
+        help=f"largest {what}; K, M and G are binary ({short_size(sizes[-1])})",
+    )
+
+
 def parse(parser: argparse.ArgumentParser, *, rounds: int | None = None) -> argparse.Namespace:
     """Adds the options that all benchmarks have, and parses. `rounds` is the default of --rounds,
     where a benchmark has them. That results can go where they are to go is found out before
@@ -148,6 +169,25 @@ def _without_traceback(
     """Of Ctrl-C, which says where it came from to nobody's use."""
     if not issubclass(kind, KeyboardInterrupt):
         sys.__excepthook__(kind, error, stack)
+
+
+def parse_size(text: str) -> int:
+    """A number of bytes, as argparse converts it."""
+    unit = text[-1:].upper()
+    number, factor = (text[:-1], UNITS[unit]) if unit in UNITS else (text, 1)
+    if not number.isdigit():
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a size: a whole number of bytes, or of K, M or G"
+        )
+    return int(number) * factor
+
+
+def short_size(nbytes: int) -> str:
+    """1048576 is 1M, as -b takes it."""
+    for unit, factor in UNITS.items():
+        if nbytes % factor == 0:
+            return f"{nbytes // factor}{unit}"
+    return str(nbytes)
 
 
 def several(text: str) -> int:
