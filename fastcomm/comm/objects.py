@@ -144,7 +144,9 @@ def _room(comm: Transport, announced: Mapping[int, int]) -> Tensor:
     """Memory for what ranks have announced, in bytes by rank; all of them as long as the longest.
     Raises FastcommError for a number that cannot be right.
     """
-    rank, nbytes = min(announced.items(), key=lambda one: (one[1] > 0, -one[1]))
+    longest = max(announced, key=lambda rank: announced[rank])
+    rank = next((rank for rank, nbytes in announced.items() if nbytes <= 0), longest)
+    nbytes = announced[rank]
     try:
         if nbytes <= 0:
             raise ValueError("there are none of that size")
