@@ -112,10 +112,11 @@ def ask(pid: int) -> str:
             with asker.makefile("rb") as answer:
                 return answer.read(MOST_BYTES).decode(errors="replace")
     except builtins.TimeoutError:
-        if _is_stopped(pid):
-            return "it is stopped, by SIGSTOP or a debugger"
-        if not Path(f"/proc/{pid}").exists():
+        state = _state_of(pid)
+        if not state:
             return ""
+        if state in "Tt":
+            return "it is stopped, by SIGSTOP or a debugger"
         return "no answer: it is in compiled code that holds Python's lock, or has no core"
     except OSError:
         return ""
@@ -134,10 +135,10 @@ def _peer_of(connected: socket.socket) -> tuple[int, int]:
     return pid, user
 
 
-def _is_stopped(pid: int) -> bool:
+def _state_of(pid: int) -> str:
+    """The letter by which ps shows the state of a process; empty: there is no such process."""
     try:
         # behind the name, which is in parentheses and may hold anything
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (OSError, IndexError):
-        return False
-    return state in "Tt"
+        return ""

@@ -127,7 +127,7 @@ MUTATIONS = (
     Mutation(
         name="whereabouts: a stopped process is taken for one that computes",
         file=WHEREABOUTS,
-        within="_is_stopped",
+        within="ask",
         old='state in "Tt"',
         new="False",
         tests=("tests/comm/test_whereabouts.py::test_a_process_that_is_stopped_is_said_to_be",),
