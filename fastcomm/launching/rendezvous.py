@@ -84,15 +84,7 @@ def init(
     and says what to do; NcclError when NCCL itself fails on this rank. Raises ValueError or
     TypeError for bad arguments.
     """
-    if backend not in BACKENDS:
-        raise ValueError(f"backend must be one of {', '.join(BACKENDS)}; got {backend!r}")
-    if not isinstance(timeout, timedelta):
-        raise TypeError(f"timeout must be a datetime.timedelta(seconds=...); got {timeout!r}")
-    if group is not None and not isinstance(group, dist.ProcessGroup):
-        raise TypeError(
-            f"group must be a torch.distributed group that this rank is in; got {group!r} (of "
-            'a DeviceMesh, pass mesh["name"].get_group())'
-        )
+    _check_arguments(backend, timeout, group)
     started_as = (rank, world_size) if group is None else (dist.get_rank(), dist.get_world_size())
     place = _choose_device(backend, device, *started_as)
     if place.type == "cuda":
@@ -132,10 +124,10 @@ def _connect_all(
     """Makes the communicator of ranks that have met. Returns the ranks of this host, too."""
     with _told_to_all(bootstrap):
         neighbours = _neighbours(bootstrap, backend, place)
-        if _is_nccl(backend, place):
+        if neighbours.backend == "nccl":
             comm: Transport = _connect_on_cuda(bootstrap, timeout, place, neighbours, *ctas)
         else:
-            comm = _connect_on_cpu(backend, bootstrap, timeout, group, neighbours)
+            comm = _connect_on_cpu(bootstrap, timeout, group, neighbours)
         if group is None:  # else the store is the group's
             bootstrap.finish()
         # the store may live in one of the ranks: it must not go before all have read from it
@@ -171,9 +163,9 @@ def connect(
     _answer_others()
     with _told_to_all(bootstrap):
         neighbours = _neighbours(bootstrap, "auto", device)
-        if device.type == "cuda":
+        if neighbours.backend == "nccl":
             return _connect_on_cuda(bootstrap, timeout, device, neighbours), neighbours.ranks
-        comm = _connect_on_cpu("auto", bootstrap, timeout, None, neighbours)
+        comm = _connect_on_cpu(bootstrap, timeout, None, neighbours)
         _warn_of_threads(comm, neighbours.ranks)
         return comm, neighbours.ranks
 
@@ -237,6 +229,18 @@ def _choose_device(
     )
 
 
+def _check_arguments(backend: str, timeout: object, group: object) -> None:
+    if backend not in BACKENDS:
+        raise ValueError(f"backend must be one of {', '.join(BACKENDS)}; got {backend!r}")
+    if not isinstance(timeout, timedelta):
+        raise TypeError(f"timeout must be a datetime.timedelta(seconds=...); got {timeout!r}")
+    if group is not None and not isinstance(group, dist.ProcessGroup):
+        raise TypeError(
+            f"group must be a torch.distributed group that this rank is in; got {group!r} (of "
+            'a DeviceMesh, pass mesh["name"].get_group())'
+        )
+
+
 def _check_ctas(is_nccl: bool, max_ctas: int | None, cta_policy: str | None) -> None:
     if not is_nccl and (max_ctas, cta_policy) != (None, None):
         raise ValueError("max_ctas and cta_policy are options of NCCL: pass backend='nccl'")
@@ -257,6 +261,7 @@ def _cuda_index(rank: int | None, world_size: int | None) -> int:
 
 
 class _Neighbours(NamedTuple):
+    backend: str  # that all ranks use: never "auto"
     ranks: list[int]  # of this rank's host
     local_rank: int  # this rank's number among them
     hosts: list[list[int]]  # the ranks of every host
@@ -278,18 +283,15 @@ def _connect_on_cuda(
 
 
 def _connect_on_cpu(
-    backend: str,
     bootstrap: StoreBootstrap,
     timeout: timedelta,
     group: dist.ProcessGroup | None,
-    of_host: _Neighbours,
+    neighbours: _Neighbours,
 ) -> Transport:
     """Makes the communicator on the CPU, once the ranks have met."""
-    neighbours, local_rank, hosts = of_host
-    place = bootstrap.rank, bootstrap.world_size, local_rank
-    backend = _chosen(backend, hosts)
-    if backend == "shm":
-        away = [r for r in range(bootstrap.world_size) if r not in neighbours]
+    place = bootstrap.rank, bootstrap.world_size, neighbours.local_rank
+    if neighbours.backend == "shm":
+        away = [r for r in range(bootstrap.world_size) if r not in neighbours.ranks]
         if away:
             raise InitError(
                 f"rank {bootstrap.rank} shares no memory with ranks {away}: they run on another "
@@ -298,13 +300,13 @@ def _connect_on_cpu(
                 "or 'auto'"
             )
         return ShmCommunicator(*place, bootstrap, timeout)
-    if backend == "hierarchical":
-        return HierarchicalCommunicator(*place, bootstrap, timeout, hosts)
+    if neighbours.backend == "hierarchical":
+        return HierarchicalCommunicator(*place, bootstrap, timeout, neighbours.hosts)
     # In place of a user's group over Gloo we make one of our own, of the same ranks: it does not
     # interfere with what else the user does with theirs.
     is_foreign = group is not None and dist.get_backend(group) != "gloo"
     exchange = Exchange(place[0], place[1], group if is_foreign else None)
-    return GroupCommunicator(*place, bootstrap, timeout, neighbours, exchange)
+    return GroupCommunicator(*place, bootstrap, timeout, neighbours.ranks, exchange)
 
 
 def _warn_of_threads(comm: Transport, ranks: Sequence[int]) -> None:
@@ -359,8 +361,8 @@ def _refuse_different(backends: Sequence[str], names: Sequence[int]) -> None:
 
 
 def _neighbours(bootstrap: StoreBootstrap, backend: str, place: torch.device) -> _Neighbours:
-    """Finds out which ranks run on which host: the ranks exchange it, and which backend they ask
-    for.
+    """Finds out which ranks run on which host, and which backend they use: the ranks exchange their
+    hosts and which backend they ask for. Raises InitError where they ask for different ones.
     """
     asked = "nccl" if _is_nccl(backend, place) else backend
     told = bootstrap.exchange([_host_identity(), asked], (str, str))
@@ -369,7 +371,7 @@ def _neighbours(bootstrap: StoreBootstrap, backend: str, place: torch.device) ->
         hosts.setdefault(identity, []).append(rank)
     backends = [_chosen(theirs, list(hosts.values())) for _, theirs in told]
     _refuse_different(backends, bootstrap.names)
-    neighbours = hosts[told[bootstrap.rank][0]]
+    ranks = hosts[told[bootstrap.rank][0]]
     mine = launchers.local_rank(bootstrap.rank, bootstrap.world_size)
-    local_rank = neighbours.index(bootstrap.rank) if mine is None else mine
-    return _Neighbours(neighbours, local_rank, list(hosts.values()))
+    local_rank = ranks.index(bootstrap.rank) if mine is None else mine
+    return _Neighbours(backends[0], ranks, local_rank, list(hosts.values()))

@@ -159,7 +159,7 @@ MUTATIONS = (
         name="rendezvous: the local rank is the rank",
         file=RENDEZVOUS,
         within="_neighbours",
-        old="neighbours.index(bootstrap.rank)",
+        old="ranks.index(bootstrap.rank)",
         new="bootstrap.rank",
         tests=(
             "tests/transports/group/test_hierarchical.py::"
