@@ -33,8 +33,26 @@ bool is_in_place(uint32_t kind) {
     return kind == SHM_ALL_REDUCE || kind == SHM_BROADCAST || has_shards(kind);
 }
 
-static uint64_t output_numel(const struct rank *me, const struct shm_descriptor *d) {
-    uint64_t n = (uint64_t)me->world_size;
+/* Where the parts of an all_to_all begin that rank `src` sends, and where the last one ends. */
+static const uint64_t *parts_of(const struct rank *me, const struct request *q, int src) {
+    return q->bounds + src * (me->world_size + 1);
+}
+
+/* How many elements rank `src` has for this one. */
+static uint64_t part_from(const struct rank *me, const struct request *q, int src) {
+    const uint64_t *parts = parts_of(me, q, src);
+    return parts[me->rank + 1] - parts[me->rank];
+}
+
+static uint64_t output_numel(const struct rank *me, const struct request *q) {
+    const struct shm_descriptor *d = &q->descriptor;
+    uint64_t n = (uint64_t)me->world_size, numel = 0;
+    for (int src = 0; q->has_parts && src < me->world_size; src++) {
+        numel += part_from(me, q, src);
+    }
+    if (q->has_parts) {
+        return numel;
+    }
     bool is_root = (int)d->root == me->rank;
     return d->kind == SHM_ALL_GATHER       ? d->numel * n
            : d->kind == SHM_GATHER         ? (is_root ? d->numel * n : 0)
@@ -65,8 +83,13 @@ struct request prepare(struct rank *me, uint32_t kind, uint32_t op, uint32_t dty
         union element e = element_of(dtype, q.seed, me->rank, i);
         memcpy(q.input + i * itemsize, &e, itemsize);
     }
-    memset(q.output + output_numel(me, &q.descriptor) * itemsize, CANARY, CANARY_BYTES);
+    place_canary(me, &q);
     return q;
+}
+
+void place_canary(const struct rank *me, const struct request *q) {
+    size_t nbytes = output_numel(me, q) * shm_dtype_size(q->descriptor.dtype);
+    memset(q->output + nbytes, CANARY, CANARY_BYTES);
 }
 
 /* The rank in whose shard the element lies; world_size for one behind the shards. */
@@ -91,6 +114,15 @@ static union element expected_of_shards(const struct rank *me, const struct requ
     return element_of(d->dtype, q->seed, me->rank, index);
 }
 
+static union element expected_of_parts(const struct rank *me, const struct request *q,
+                                       uint64_t index) {
+    int src = 0;
+    for (; index >= part_from(me, q, src); src++) {
+        index -= part_from(me, q, src);
+    }
+    return element_of(q->descriptor.dtype, q->seed, src, parts_of(me, q, src)[me->rank] + index);
+}
+
 static union element expected(const struct rank *me, const struct request *q, uint64_t index) {
     const struct shm_descriptor *d = &q->descriptor;
     switch (d->kind) {
@@ -100,6 +132,9 @@ static union element expected(const struct rank *me, const struct request *q, ui
     case SHM_BROADCAST:
         return element_of(d->dtype, q->seed, (int)d->root, index);
     case SHM_ALL_TO_ALL: {
+        if (q->has_parts) {
+            return expected_of_parts(me, q, index);
+        }
         uint64_t part = d->numel / (uint64_t)me->world_size;
         return element_of(d->dtype, q->seed, (int)(index / part),
                           part * (uint64_t)me->rank + index % part);
@@ -111,7 +146,7 @@ static union element expected(const struct rank *me, const struct request *q, ui
         return element_of(d->dtype, q->seed, (int)(index / d->numel), index % d->numel);
     case SHM_REDUCE_SCATTER:
         return reduced(d->dtype, d->op, q->seed, me->world_size,
-                       index + output_numel(me, d) * (uint64_t)me->rank);
+                       index + output_numel(me, q) * (uint64_t)me->rank);
     default:
         return reduced(d->dtype, d->op, q->seed, me->world_size, index);
     }
@@ -123,7 +158,7 @@ void verify(struct rank *me, const struct request *q) {
         return;
     }
     size_t itemsize = shm_dtype_size(d->dtype);
-    uint64_t numel = output_numel(me, d);
+    uint64_t numel = output_numel(me, q);
     /* Of a large output every fifth element: more than one in any cache line, the unit in which
      * ranks share the work. */
     uint64_t stride = numel > 10000 ? 5 : 1;
@@ -149,7 +184,7 @@ uint32_t post(struct rank *me, struct request *q) {
     int status;
     /* counts half of the reductions, whose result is the same */
     struct shm_counting counting = {q->seed % 2 * q->descriptor.numel, false};
-    const uint64_t *bounds = has_shards(q->descriptor.kind) ? q->bounds : NULL;
+    const uint64_t *bounds = has_shards(q->descriptor.kind) || q->has_parts ? q->bounds : NULL;
     while ((status = shm_post(me->comm, &q->descriptor, q->input, q->output, q->pieces, q->n_pieces,
                               bounds, counting, &seq)) == SHM_AGAIN) {
         status = shm_make_room(me->comm, UINT64_MAX / 2);

@@ -48,7 +48,8 @@ struct request {
     char *input, *output;
     size_t n_pieces;
     struct shm_piece pieces[8];
-    uint64_t bounds[SHM_MAX_RANKS + 1]; /* of the shards, where the kind has them */
+    bool has_parts;                     /* an all_to_all, its parts of any sizes */
+    uint64_t bounds[SHM_MAX_RANKS + 1]; /* of the shards or parts, where there are any */
 };
 
 /* Fills in the collective and its inputs. `room` begins where this rank may put the tensors;
@@ -57,6 +58,9 @@ struct request prepare(struct rank *me, uint32_t kind, uint32_t op, uint32_t dty
                        char *room);
 
 bool is_in_place(uint32_t kind);
+
+/* Writes the canary behind the output anew, where its size has changed since prepare(). */
+void place_canary(const struct rank *me, const struct request *q);
 
 /* Posts, waiting for room if need be; waits; checks every element of the output, the canary behind
  * it and that the input is unchanged. */

@@ -210,6 +210,28 @@ static void shards(struct rank *me) {
     }
 }
 
+/* Parts of an all_to_all from nothing to `numel`, which go through the mailboxes where all are
+ * small, and chunk by chunk. */
+static void unequal_parts(struct rank *me) {
+    uint64_t sizes[] = {0, 1, 9, 90, 1025, 5000, 70000, full ? 300001 : 66000};
+    uint64_t n = (uint64_t)me->world_size;
+    for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++) {
+        for (uint32_t dtype = 0; dtype < SHM_DTYPES; dtype += 2) {
+            char *room = me->private + i % 2 * shm_dtype_size(dtype);
+            struct request q = prepare(me, SHM_ALL_TO_ALL, 0, dtype, sizes[i] * n, room);
+            q.has_parts = true;
+            for (uint64_t src = 0; src < n; src++) {
+                uint64_t *parts = q.bounds + src * (n + 1);
+                for (uint64_t dst = 0; dst < n; dst++) {
+                    parts[dst + 1] = parts[dst] + sizes[i] * ((2 * src + 3 * dst) % 4) / 3;
+                }
+            }
+            place_canary(me, &q);
+            run_and_verify(me, &q);
+        }
+    }
+}
+
 /* The last rank wants something else. Every rank must hear of it, from every path to every other,
  * and then go on as before. */
 static void mismatches(struct rank *me) {
@@ -518,6 +540,7 @@ const struct scenario scenarios[] = {
     {"many_under_way", many_under_way, ALWAYS},
     {"pieces", pieces, ALWAYS},
     {"shards", shards, ALWAYS},
+    {"unequal_parts", unequal_parts, ALWAYS},
     {"mismatches", mismatches, ALWAYS},
     {"mismatch_under_way", mismatch_under_way, ALWAYS},
     {"damaged_descriptors", damaged_descriptors, ALWAYS},
