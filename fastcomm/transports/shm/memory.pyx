@@ -173,7 +173,7 @@ cdef class Segments:
         self.n_pidfds = SHM_MAX_RANKS
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         # Sparse: costs only what is touched, and address space, of which a process has 128 TiB.
-        # Each communicator takes less than those before it, so that there may be thousands.
+        # The n-th communicator takes 1/n of what the first does, so that there may be some 1,700.
         share = (1 << 44) // (world_size * (1 + len(own_segments)))
         nbytes = min(memory, share) // PAGE * PAGE
         fd = os.memfd_create(NAME, os.MFD_CLOEXEC)
