@@ -215,9 +215,6 @@ def record_in_words(steps: int) -> str:
     return f"{RECORD}{record:08x})" if record else ""
 
 
-# The kinds that go to one rank, or come from one: their root.
-ROOTED = ("broadcast", "gather", "scatter")
-
 # ---- sentences -----------------------------------------------------------------------------------
 
 OTHERS_GRADIENT = "lies in that of another one: clone gradients before you exchange them"
@@ -226,22 +223,26 @@ OTHER_THREAD = (
 )
 
 
+# The kinds that go to one rank, or come from one: their root.
+ROOTED = frozenset(("broadcast", "gather", "scatter"))
+
+
 def sentence(
     kind: str,
     numel: int,
     dtype: torch.dtype,
     *,
     op: str | None = None,
-    root: int | None = None,
+    root: int = 0,
     wire: torch.dtype | None = None,
     label: int = 0,
     step: int = 0,
 ) -> str:
-    """A collective in words, for messages. op, root: for the kinds that have one. label: of a
-    bucket, or of buffers. step: of a bucket; see BoundBucket.launch.
+    """A collective in words, for messages. op: for the kinds that have one. root: of the kinds that
+    are ROOTED. label: of a bucket, or of buffers. step: of a bucket; see BoundBucket.launch.
     """
     words = f"{kind} of {numel} {name_of(dtype)} elements"
-    if root is not None:
+    if kind in ROOTED:
         words += f" {'to' if kind == 'gather' else 'from'} rank {root}"
     if op is not None:
         words += f", op {op}"

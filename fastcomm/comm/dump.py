@@ -276,7 +276,7 @@ def in_words(entry: Entry) -> str:
         entry.numel,
         entry.dtype,
         op=entry.op,
-        root=None if entry.root < 0 else entry.root,
+        root=entry.root,
         label=entry.label,
     )
 

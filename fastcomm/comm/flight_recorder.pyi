@@ -60,7 +60,7 @@ class FlightRecorder:
         numel: int,
         number: int = 0,
         op: str | None = None,
-        root: int = -1,
+        root: int = 0,
         label: int = 0,
         step: int = 0,
     ) -> Entry: ...

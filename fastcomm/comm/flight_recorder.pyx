@@ -9,6 +9,8 @@ clock, which is right to within 4 ms; the exact one would cost more than everyth
 import os
 import weakref
 
+from fastcomm.comm.collective import ROOTED
+
 cimport cython
 from posix.time cimport clock_gettime, timespec
 
@@ -20,6 +22,7 @@ cdef extern from "<time.h>" nogil:
 cdef enum:
     KEPT = 2048  # a power of two; as many as torch's own flight recorder keeps
 N_KEPT = KEPT
+cdef frozenset WITH_ROOT = ROOTED
 cdef list recorders = []  # weak references, in the order in which they were made
 
 
@@ -72,13 +75,14 @@ cdef class FlightRecorder:
         recorders = [one for one in recorders if one() is not None] + [weakref.ref(self)]
 
     cpdef Entry note(
-        self, str kind, dtype, uint64_t numel, uint64_t number=0, str op=None, int root=-1,
+        self, str kind, dtype, uint64_t numel, uint64_t number=0, str op=None, int root=0,
         uint32_t label=0, uint64_t step=0,
     ):
-        """Notes a collective that is posted now. op, root: of kinds that have one."""
+        """Notes a collective that is posted now. op, root: as in collective.sentence()."""
         cdef Entry entry = Entry.__new__(Entry)
         entry.kind, entry.dtype, entry.numel, entry.number = kind, dtype, numel, number
-        entry.op, entry.root, entry.label, entry.step = op, root, label, step
+        entry.op, entry.root = op, root if kind in WITH_ROOT else -1
+        entry.label, entry.step = label, step
         entry.epoch, entry.posted_ns = self.epoch, now()
         if self.n_noted < KEPT:
             self.kept.append(entry)

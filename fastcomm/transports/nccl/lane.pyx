@@ -20,14 +20,13 @@ from libc.string cimport memcpy
 from fastcomm.comm.flight_recorder cimport FlightRecorder
 from fastcomm.transports.cuda.driver cimport Device, Event, Stream, check, driver
 from fastcomm.transports.cuda.graphs cimport CapturedGraphs
-from fastcomm.transports.nccl.calls cimport BROADCAST, GATHER, MEETING, SCATTER
+from fastcomm.transports.nccl.calls cimport MEETING
 from fastcomm.transports.nccl.library cimport (
     Ctas, error_of, fill_config, nccl, ncclComm_t, ncclConfig_t, ncclSuccess, ncclUniqueId,
 )
 
 
 cdef double SLICE_S = 0.05
-cdef tuple ROOTED = (BROADCAST, GATHER, SCATTER)
 cdef tuple KIND_NAMES = (
     "all_reduce", "broadcast", "all_gather_single", "reduce_scatter_single", "reduce",
     "send", "recv", "gather", "scatter", "all_to_all_single", "reduce_scatter_v", "all_gather_v",
@@ -51,15 +50,14 @@ cdef class InFlight:
             return KIND_NAMES[MEETING]
         return sentence(
             KIND_NAMES[self.kind], self.numel, self.dtype, op=self.op,
-            root=self.root if self.kind in ROOTED else None, label=self.label, step=self.step,
+            root=self.root, label=self.label, step=self.step,
         )
 
     cdef int note(self, FlightRecorder flight, int lane) except -1:
         """The record's next collective is launched."""
         self.entry = flight.note(
             <str>KIND_NAMES[self.kind], self.dtype, self.numel, self.number,
-            <str>self.op if self.op is not None else None,
-            self.root if self.kind in ROOTED else -1, self.label, self.step,
+            <str>self.op if self.op is not None else None, self.root, self.label, self.step,
         )
         self.entry.lane = lane
         return 0

@@ -26,25 +26,19 @@ cdef str in_words(shm_descriptor d):
         return KIND_NAMES[d.kind]
     return sentence(
         KIND_NAMES[d.kind], d.numel, DTYPES[d.dtype],
-        op=OP_NAMES[d.op] if _reduces(&d) else None,
-        root=d.root if _has_root(&d) else None, label=d.label, step=d.step,
+        op=OP_NAMES[d.op] if _reduces(&d) else None, root=d.root, label=d.label, step=d.step,
     )
 
 
 cdef Entry noted(FlightRecorder flight, const shm_descriptor *d, uint32_t seq):
     return flight.note(
         <str>KIND_NAMES[d.kind], DTYPES[d.dtype] if d.numel else None, d.numel, seq,
-        <str>OP_NAMES[d.op] if _reduces(d) else None,
-        d.root if _has_root(d) else -1, d.label, d.step,
+        <str>OP_NAMES[d.op] if _reduces(d) else None, d.root, d.label, d.step,
     )
 
 
 cdef inline bint _reduces(const shm_descriptor *d) noexcept:
     return d.kind in (SHM_ALL_REDUCE, SHM_REDUCE_SCATTER, SHM_REDUCE_SCATTER_V)
-
-
-cdef inline bint _has_root(const shm_descriptor *d) noexcept:
-    return d.kind in (SHM_BROADCAST, SHM_GATHER, SHM_SCATTER)
 
 
 cdef int op_code(op) except -1:
