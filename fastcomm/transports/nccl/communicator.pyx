@@ -24,7 +24,6 @@ from fastcomm.transports.nccl.bucket import NcclBucket
 
 cimport cython
 from libc.stdint cimport uint32_t, uint64_t
-from libc.stdlib cimport calloc, free
 
 from fastcomm.transports.cuda.clock cimport DeviceClock
 from fastcomm.transports.cuda.driver cimport CUcontext, CUstream, Device, Event, check, driver
@@ -280,21 +279,16 @@ cdef class NcclCommunicator:
         self._check(flat)
         cdef NcclWork work = self._new_work(True)
         cdef InFlight in_flight = work.in_flight
-        cdef Call *calls
+        cdef bytearray memory = bytearray(self.world_size * sizeof(Call))
+        cdef Call *calls = <Call *><char *>memory
         cdef size_t n
-        calls = <Call *>calloc(self.world_size, sizeof(Call))
-        if calls == NULL:
-            raise MemoryError("out of memory")
         in_flight.kind, in_flight.label = ALL_GATHER_V, label
         in_flight.dtype, in_flight.numel = flat.dtype, bounds[-1]
-        try:
-            n = all_gather_v(
-                calls, <char *><size_t>flat.data_ptr(), flat.element_size(),
-                dtype_number(flat.dtype), bounds, self.rank,
-            )
-            self._launch(work, None, calls, n)
-        finally:
-            free(calls)
+        n = all_gather_v(
+            calls, <char *><size_t>flat.data_ptr(), flat.element_size(), dtype_number(flat.dtype),
+            bounds, self.rank,
+        )
+        self._launch(work, None, calls, n)
         work.tensors, work.orders_launch = (flat,), True
         if work.is_captured:
             work.wait()  # in the capture
@@ -342,22 +336,18 @@ cdef class NcclCommunicator:
         check_root("src", src, self.world_size)
         cdef NcclWork work = self._new_work(False)
         cdef InFlight in_flight = work.in_flight
+        cdef bytearray memory = bytearray((len(tensors) + 1) * sizeof(Call))
+        cdef Call *calls = <Call *><char *>memory
         cdef size_t n = 0
-        cdef Call *calls = <Call *>calloc(len(tensors) + 1, sizeof(Call))
-        if calls == NULL:
-            raise MemoryError("out of memory")
-        try:
-            for tensor in tensors:
-                if tensor.nbytes:
-                    data = <void *><size_t>tensor.data_ptr()
-                    calls[n] = Call(BROADCAST, data, data, tensor.nbytes, UINT8, 0, src)
-                    n += 1
-            in_flight.kind, in_flight.dtype, in_flight.root = BROADCAST, torch.uint8, src
-            in_flight.label = label
-            in_flight.numel = sum([tensor.nbytes for tensor in tensors])
-            self._launch(work, None, calls, n)
-        finally:
-            free(calls)
+        for tensor in tensors:
+            if tensor.nbytes:
+                data = <void *><size_t>tensor.data_ptr()
+                calls[n] = Call(BROADCAST, data, data, tensor.nbytes, UINT8, 0, src)
+                n += 1
+        in_flight.kind, in_flight.dtype, in_flight.root = BROADCAST, torch.uint8, src
+        in_flight.label = label
+        in_flight.numel = sum([tensor.nbytes for tensor in tensors])
+        self._launch(work, None, calls, n)
         self.cuda.order_current_after(in_flight.done)
 
     def all_gather_single(self, out, inp, *, bint async_op=False):
@@ -486,18 +476,14 @@ cdef class NcclCommunicator:
         cdef size_t n
         cdef char *to = NULL if target is None else <char *><size_t>target.data_ptr()
         cdef char *origin = NULL if source is None else <char *><size_t>source.data_ptr()
-        cdef Call *calls = <Call *>calloc(2 * self.world_size, sizeof(Call))
-        if calls == NULL:
-            raise MemoryError("out of memory")
+        cdef bytearray memory = bytearray(2 * self.world_size * sizeof(Call))
+        cdef Call *calls = <Call *><char *>memory
         dtype = target.dtype if source is None else source.dtype
-        try:
-            n = sends_and_receives(
-                calls, origin, to, parts.sent, parts.received, dtype.itemsize, dtype_number(dtype)
-            )
-            self._note(work.in_flight, kind, dtype, parts.numel, root)
-            self._launch(work, None, calls, n)
-        finally:
-            free(calls)
+        n = sends_and_receives(
+            calls, origin, to, parts.sent, parts.received, dtype.itemsize, dtype_number(dtype)
+        )
+        self._note(work.in_flight, kind, dtype, parts.numel, root)
+        self._launch(work, None, calls, n)
         work.tensors = (target, source)
         return self._launched(work, async_op)
 
