@@ -437,17 +437,12 @@ def check_root(name: str, root: int, world_size: int) -> None:
         raise ValueError(f"{name} must be a rank from 0 to {world_size - 1}; got {root}")
 
 
-def check_out(
-    name: str, out: Tensor, inp: Tensor, numel: int, names: tuple[str, str] = ("out", "inp")
-) -> None:
-    """Checks that the result for `inp` fits into `out`. names: of the two, for messages. Raises
-    TypeError or ValueError.
-    """
-    mine, other = names
+def check_out(name: str, out: Tensor, inp: Tensor, numel: int) -> None:
+    """Checks that the result for `inp` fits into `out`. Raises TypeError or ValueError."""
     if out.dtype != inp.dtype:
-        raise TypeError(f"{name}: {mine} is {out.dtype}, {other} is {inp.dtype}")
+        raise TypeError(f"{name}: out is {out.dtype}, inp is {inp.dtype}")
     if out.numel() != numel:
-        raise ValueError(f"{name}: {mine} must have {numel} elements; it has {out.numel()}")
+        raise ValueError(f"{name}: out must have {numel} elements; it has {out.numel()}")
 
 
 def check_apart(name: str, out: Tensor, inp: Tensor) -> None:

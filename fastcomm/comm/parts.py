@@ -32,27 +32,33 @@ class Parts(NamedTuple):
     of_all: list[list[int]] | None = None
 
 
-def gathered(comm: Transport, out: Tensor | None, inp: Tensor, dst: int) -> Parts:
-    """Raises ValueError or TypeError, as do the others, before any peer is involved."""
-    check_root("dst", dst, comm.world_size)
-    _check_whole("gather", "out", out, inp, dst, comm)
-    numel = real_numel(inp)
-    sent, received = [0] * comm.world_size, [0] * comm.world_size
-    sent[dst] = numel
-    if comm.rank == dst:
-        received = [numel] * comm.world_size
+def rooted(kind: str, comm: Transport, whole: Tensor | None, part: Tensor, root: int) -> Parts:
+    """Of a gather or scatter. Arguments and errors as of check_rooted()."""
+    check_rooted(kind, comm, whole, part, root)
+    numel, n = real_numel(part), comm.world_size
+    by_root = [numel if comm.rank == root else 0] * n
+    by_all = [numel if rank == root else 0 for rank in range(n)]
+    sent, received = (by_all, by_root) if kind == "gather" else (by_root, by_all)
     return Parts(sent, received, numel)
 
 
-def scattered(comm: Transport, out: Tensor, inp: Tensor | None, src: int) -> Parts:
-    check_root("src", src, comm.world_size)
-    _check_whole("scatter", "inp", inp, out, src, comm)
-    numel = real_numel(out)
-    sent, received = [0] * comm.world_size, [0] * comm.world_size
-    received[src] = numel
-    if comm.rank == src:
-        sent = [numel] * comm.world_size
-    return Parts(sent, received, numel)
+def check_rooted(kind: str, comm: Transport, whole: Tensor | None, part: Tensor, root: int) -> None:
+    """Checks the tensors of a gather or scatter. whole: what rank `root` alone passes, and which
+    holds every rank's part. Raises ValueError or TypeError, before any peer is involved.
+    """
+    names = ("dst", "out", "inp") if kind == "gather" else ("src", "inp", "out")
+    of_root, of_whole, of_part = names
+    numel = part.numel() * comm.world_size
+    check_root(of_root, root, comm.world_size)
+    if comm.rank != root:
+        if whole is not None:
+            raise ValueError(f"{of_whole} is for rank {root} alone: pass None on the others")
+    elif whole is None:
+        raise TypeError(f"{kind}: {of_whole} must be a tensor on rank {root}; got NoneType")
+    elif whole.dtype != part.dtype:
+        raise TypeError(f"{kind}: {of_whole} is {whole.dtype}, {of_part} is {part.dtype}")
+    elif whole.numel() != numel:
+        raise ValueError(f"{kind}: {of_whole} must have {numel} elements; it has {whole.numel()}")
 
 
 def exchanged(
@@ -62,8 +68,8 @@ def exchanged(
     out_splits: Sequence[int] | None,
     in_splits: Sequence[int] | None,
 ) -> Parts:
-    """Of all_to_all_single. With splits the ranks compare them: collective, and raises
-    MismatchError on every rank.
+    """Of all_to_all_single. Raises ValueError or TypeError before any peer is involved. With splits
+    the ranks compare them: collective, and raises MismatchError on every rank.
     """
     name, n = "all_to_all_single", comm.world_size
     are_equal = out_splits is None and in_splits is None
@@ -79,20 +85,6 @@ def exchanged(
         of_all = [[numel * pair for numel in row] for row in _agreed(comm, sent, expected)]
     received = [row[comm.rank] for row in of_all]
     return Parts(of_all[comm.rank], received, n * max(map(max, of_all)), of_all)
-
-
-def _check_whole(
-    name: str, argument: str, whole: Tensor | None, part: Tensor, root: int, comm: Transport
-) -> None:
-    """Of what rank `root` alone passes, and which holds all ranks' parts."""
-    if comm.rank != root:
-        if whole is not None:
-            raise ValueError(f"{argument} is for rank {root} alone: pass None on the others")
-        return
-    if whole is None:
-        raise TypeError(f"{name}: {argument} must be a tensor on rank {root}; got NoneType")
-    names = ("out", "inp") if argument == "out" else ("inp", "out")
-    check_out(name, whole, part, part.numel() * comm.world_size, names)
 
 
 def _agreed(comm: Transport, sent: list[int], expected: list[int]) -> list[list[int]]:

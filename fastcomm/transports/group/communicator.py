@@ -44,7 +44,7 @@ from fastcomm.comm.collective import (
     refuse_tensor,
     shard_of,
 )
-from fastcomm.comm.parts import Parts, exchanged, gathered, scattered
+from fastcomm.comm.parts import Parts, exchanged, rooted
 from fastcomm.comm.transport import Transport, Weight
 from fastcomm.comm.watchdog import Notes
 from fastcomm.errors import FastcommError
@@ -183,17 +183,15 @@ class GroupCommunicator(Transport):
         self, out: Tensor | None, inp: Tensor, dst: int = 0, *, async_op: bool = False
     ) -> GroupWork | None:
         source, target = self._check(inp), None if out is None else self._check(out)
-        return self._exchange_parts(
-            "gather", target, source, gathered(self, out, inp, dst), async_op, dst
-        )
+        parts = rooted("gather", self, out, inp, dst)
+        return self._exchange_parts("gather", target, source, parts, async_op, dst)
 
     def scatter(
         self, out: Tensor, inp: Tensor | None, src: int = 0, *, async_op: bool = False
     ) -> GroupWork | None:
         source, target = None if inp is None else self._check(inp), self._check(out)
-        return self._exchange_parts(
-            "scatter", target, source, scattered(self, out, inp, src), async_op, src
-        )
+        parts = rooted("scatter", self, inp, out, src)
+        return self._exchange_parts("scatter", target, source, parts, async_op, src)
 
     def all_to_all_single(
         self,

@@ -16,7 +16,7 @@ from fastcomm.comm.collective import (
     is_wrapper, mean_of_addends, refuse_error_feedback, refuse_tensor, shard_of,
 )
 from fastcomm.comm.abandonment import is_abandoned_already, leave_backward
-from fastcomm.comm.parts import exchanged, gathered, scattered
+from fastcomm.comm.parts import exchanged, rooted
 from fastcomm.comm.transport import Transport
 from fastcomm.errors import FastcommError
 from fastcomm.transports.nccl import rounds
@@ -389,12 +389,12 @@ cdef class NcclCommunicator:
 
     def gather(self, out, inp, int dst=0, *, bint async_op=False):
         source, target = self._check(inp), None if out is None else self._check(out)
-        parts = gathered(self, out, inp, dst)
+        parts = rooted("gather", self, out, inp, dst)
         return self._exchange_parts(GATHER, target, source, parts, dst, async_op)
 
     def scatter(self, out, inp, int src=0, *, bint async_op=False):
         source, target = None if inp is None else self._check(inp), self._check(out)
-        parts = scattered(self, out, inp, src)
+        parts = rooted("scatter", self, inp, out, src)
         return self._exchange_parts(SCATTER, target, source, parts, src, async_op)
 
     def all_to_all_single(self, out, inp, out_splits=None, in_splits=None, *, bint async_op=False):

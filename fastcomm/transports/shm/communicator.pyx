@@ -16,7 +16,7 @@ from fastcomm.comm.collective import (
     refuse_error_feedback, shard_of,
 )
 from fastcomm.comm.abandonment import is_abandoned_already, leave_backward
-from fastcomm.comm.parts import exchanged, gathered, scattered
+from fastcomm.comm.parts import check_rooted, exchanged
 from fastcomm.comm.transport import Transport
 from fastcomm.errors import InitError, has_closed
 from fastcomm.transports.shm.bucket import ShmBucket
@@ -204,7 +204,7 @@ cdef class ShmCommunicator:
         cdef shm_descriptor d = descriptor(SHM_GATHER, SHM_SUM), of_out = d
         cdef char *input = self.ring.check(inp, &d)
         cdef char *output = NULL if out is None else self.ring.check(out, &of_out)
-        gathered(self, out, inp, dst)
+        check_rooted("gather", self, out, inp, dst)
         d.root = dst
         return self.ring.call(&d, inp, input, out, output, async_op)
 
@@ -213,7 +213,7 @@ cdef class ShmCommunicator:
         cdef shm_descriptor d = descriptor(SHM_SCATTER, SHM_SUM), of_inp = d
         cdef char *output = self.ring.check(out, &d)
         cdef char *input = NULL if inp is None else self.ring.check(inp, &of_inp)
-        scattered(self, out, inp, src)
+        check_rooted("scatter", self, inp, out, src)
         d.root, d.where = src, SHM_PRIVATE  # the others have no input that could lie elsewhere
         return self.ring.call(&d, inp, input, out, output, async_op)
 
