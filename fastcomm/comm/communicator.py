@@ -124,8 +124,7 @@ class Communicator(abc.ABC):
         self, out: Tensor | None, inp: Tensor, dst: int = 0, *, async_op: bool = False
     ) -> Work | None:
         """Concatenates every rank's `inp`, by rank, into `out` of rank `dst`, of world_size *
-        inp.numel() elements; out is None on the others. inp and out
-        are as in all_gather_single.
+        inp.numel() elements; out is None on the others. inp and out are as in all_gather_single.
         """
 
     @abc.abstractmethod

@@ -79,6 +79,28 @@ def test_parts_come_in_the_order_of_the_ranks_also_where_calls_overlap(comm):
 
 @over(2, 3)
 @on_ranks()
+def test_the_roots_own_part_may_lie_in_the_whole(comm):
+    n = comm.world_size
+    for where in ("comm.empty", "ordinary"):
+        for numel in (10, 5000, 100_000):
+            shards = shards_of(torch.float32, n, numel, seed=numel)
+            for root in range(n):
+                part, whole = placed(comm, where, shards[comm.rank]), None
+                if comm.rank == root:
+                    whole = placed(comm, where, torch.zeros(n * numel))
+                    part = whole.view(n, numel)[root].copy_(part)
+                comm.gather(whole, part, root)
+                with naming(where, numel, root):
+                    if whole is None:
+                        part.zero_()
+                    else:
+                        assert_same_bits(whole.cpu(), torch.cat(shards))
+                    comm.scatter(part, whole, root)
+                    assert_same_bits(part.cpu(), shards[comm.rank])
+
+
+@over(2, 3)
+@on_ranks()
 def test_broadcast_all_copies_tensors_of_any_shape(comm):
     for src in range(comm.world_size):
         shards = shards_of(torch.float64, comm.world_size, 1000, seed=src)
