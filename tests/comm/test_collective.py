@@ -1,9 +1,11 @@
 """The tables of ops and dtypes are what the C core, the kernels for GPUs, and the stand-in for NCCL
-number and name. Reads sources only; that results are right is tested elsewhere.
+number and name. The tests' lists of collectives are the interface's. Reads sources only; that
+results are right is tested elsewhere.
 """
 
 from __future__ import annotations
 
+import inspect
 import re
 from pathlib import Path
 
@@ -20,7 +22,9 @@ from fastcomm.comm.collective import (
     canonical_op,
     name_of,
 )
+from fastcomm.comm.communicator import Communicator
 from fastcomm.transports.cuda.multi_tensor import NAMES, WIRE_DTYPES
+from tests.support.collective_checks import CALLS, CHECKS
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 REDUCE_H = (ROOT / "kernels/shm/reduce.h").read_text()
@@ -35,6 +39,12 @@ def enumerators(text: str, first: str) -> list[str]:
     without_comments = re.sub(r"/\*.*?\*/", "", found[1], flags=re.DOTALL)
     assert "=" not in without_comments
     return [name for name in re.split(r"[\s,]+", without_comments) if name]
+
+
+def test_every_collective_is_called_and_checked() -> None:
+    methods = inspect.getmembers(Communicator, inspect.isfunction)
+    found = {name for name, one in methods if "async_op" in inspect.signature(one).parameters}
+    assert CALLS.keys() == CHECKS.keys() == found - {"barrier"}
 
 
 def test_the_core_numbers_ops_as_the_table() -> None:

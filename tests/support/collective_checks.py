@@ -1,13 +1,16 @@
-"""Checks of what collectives compute, for bodies: at sizes and places that a test chooses, against
-the reduction, the concatenation or the copy of what the ranks gave.
+"""The collectives of the interface, for bodies: a call of each, and a check of what it computes, at
+sizes and places that a test chooses, against the reduction, the concatenation or the copy of what
+the ranks gave.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from fastcomm.comm.communicator import Communicator
 from tests.support.reference import (
@@ -18,6 +21,31 @@ from tests.support.reference import (
     placed,
     shards_of,
 )
+
+
+def _part(comm: Communicator, whole: Tensor) -> Tensor:
+    return whole[: whole.numel() // comm.world_size]
+
+
+# Results come into the tensor, whose size is a multiple of the number of ranks, or into its
+# beginning. What is sent and is not the result is a copy that nobody else holds.
+CALLS: dict[str, Callable[..., Any]] = {
+    "all_reduce": lambda comm, t, **how: comm.all_reduce(t, **how),
+    "broadcast": lambda comm, t, **how: comm.broadcast(t, **how),
+    "all_gather_single": lambda comm, t, **how: comm.all_gather_single(
+        t, _part(comm, t) + 0, **how
+    ),
+    "reduce_scatter_single": lambda comm, t, **how: comm.reduce_scatter_single(
+        _part(comm, t), t + 0, **how
+    ),
+    "gather": lambda comm, t, **how: comm.gather(
+        t if comm.rank == 0 else None, _part(comm, t) + 0, **how
+    ),
+    "scatter": lambda comm, t, **how: comm.scatter(
+        _part(comm, t), t + 0 if comm.rank == 0 else None, **how
+    ),
+    "all_to_all_single": lambda comm, t, **how: comm.all_to_all_single(t, t + 0, **how),
+}
 
 Cases = Sequence[tuple[int, str]]  # numbers of elements, with operations
 

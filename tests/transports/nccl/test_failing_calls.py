@@ -5,6 +5,7 @@ same error, soon, and NCCL's communicators are ended.
 from __future__ import annotations
 
 import contextlib
+import functools
 import re
 import time
 
@@ -23,6 +24,7 @@ from tests.fakes.stand_ins import (
     log_of,
 )
 from tests.support.bodies import raised
+from tests.support.collective_checks import CALLS
 from tests.support.models import (
     SMALL_BUCKETS,
     assert_gradients,
@@ -35,15 +37,14 @@ from tests.transports.nccl import CODES, LAUNCH_FAILED, SOON, communicator, outc
 
 # Calls into NCCL that fail. Rank 1's do.
 
-COLLECTIVES = {
-    "ncclAllReduce": lambda comm: comm.all_reduce(torch.ones(10)),
-    "ncclBroadcast": lambda comm: comm.broadcast(torch.ones(10)),
-    "ncclAllGather": lambda comm: comm.all_gather_single(
-        torch.ones(10 * comm.world_size), torch.ones(10)
-    ),
-    "ncclReduceScatter": lambda comm: comm.reduce_scatter_single(
-        torch.ones(10), torch.ones(10 * comm.world_size)
-    ),
+FUNCTIONS = {
+    "all_reduce": "ncclAllReduce",
+    "broadcast": "ncclBroadcast",
+    "all_gather_single": "ncclAllGather",
+    "reduce_scatter_single": "ncclReduceScatter",
+    "gather": "ncclSend",
+    "scatter": "ncclRecv",
+    "all_to_all_single": "ncclSend",
 }
 
 
@@ -62,13 +63,20 @@ def _fail_in(place, function, call, *, code):
     return message
 
 
-def _fail_with_every_code(place, function):
-    return [_fail_in(place, function, COLLECTIVES[function], code=code) for code in CODES]
+def _call(name, comm):
+    CALLS[name](comm, torch.ones(10 * comm.world_size))
+    comm.barrier()  # rank 2's part of a gather or scatter takes nobody but the root
 
 
-@pytest.mark.parametrize("function", COLLECTIVES)
-def test_a_collective_that_fails_on_one_rank_is_the_same_nccl_error_on_all(function):
-    for messages in values_of(outcomes_of(3, _fail_with_every_code, function)):
+def _fail_with_every_code(place, name):
+    call = functools.partial(_call, name)
+    return [_fail_in(place, FUNCTIONS[name], call, code=code) for code in CODES]
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_collective_that_fails_on_one_rank_is_the_same_nccl_error_on_all(name):
+    function = FUNCTIONS[name]
+    for messages in values_of(outcomes_of(3, _fail_with_every_code, name)):
         for message, (code, text) in zip(messages, CODES.items(), strict=True):
             assert (
                 f"{function} failed with code {code}, {text}: {function} : told to fail (NCCL "

@@ -20,6 +20,7 @@ from tests.fakes.stand_ins import (
     loaded,
     log_of,
 )
+from tests.support.collective_checks import CALLS
 from tests.support.models import (
     SMALL_BUCKETS,
     assert_gradients,
@@ -171,12 +172,8 @@ def test_a_bucket_waits_for_the_streams_its_gradients_were_produced_on():
 
 
 CURRENT = 2  # a stream that the stand-in has from the start
-COLLECTIVES = {
-    "all_reduce": lambda comm, flat: comm.all_reduce(flat),
-    "broadcast": lambda comm, flat: comm.broadcast(flat),
+COLLECTIVES = CALLS | {
     "broadcast_all": lambda comm, flat: comm.broadcast_all([flat, flat.clone()]),
-    "all_gather_single": lambda comm, flat: comm.all_gather_single(torch.zeros(16), flat),
-    "reduce_scatter_single": lambda comm, flat: comm.reduce_scatter_single(torch.zeros(4), flat),
 }
 
 

@@ -15,6 +15,7 @@ import torch
 import fastcomm
 from tests.fakes.stand_ins import loaded, log_of
 from tests.fakes.torch_streams import TorchStreams
+from tests.support.collective_checks import CALLS
 from tests.support.models import (
     SMALL_BUCKETS,
     Heads,
@@ -206,16 +207,10 @@ def test_training_on_two_streams_is_ordered(options, is_hooked):
 
 # Collectives of single tensors.
 
-COLLECTIVES = {
-    "all_reduce": lambda comm, t, **how: comm.all_reduce(t, **how),
+COLLECTIVES = CALLS | {
     "mean": lambda comm, t, **how: comm.all_reduce(t, "mean", **how),
-    "broadcast": lambda comm, t, **how: comm.broadcast(t, **how),
-    "all_gather_single": lambda comm, t, **how: comm.all_gather_single(t, t[:4] + 0, **how),
-    "reduce_scatter_single": lambda comm, t, **how: comm.reduce_scatter_single(
-        t[:4], torch.cat([t, t])[4:12], **how
-    ),
     "mean of a shard": lambda comm, t, **how: comm.reduce_scatter_single(
-        t[:4], torch.cat([t, t])[4:12], "mean", **how
+        t[:4], t + 0, "mean", **how
     ),
 }
 # A mean takes another way for each: scaled before, or after, or summed in a wider type.
