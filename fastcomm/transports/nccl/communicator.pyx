@@ -200,7 +200,7 @@ cdef class NcclCommunicator:
             self.link.clock = DeviceClock(self.link.cuda)
 
     def note_settled(self):
-        """For reducers: what was launched so far is not abandoned with what comes."""
+        """What was launched so far is not abandoned with what comes."""
         self.abandonment = None
         self.link.note_settled()
 

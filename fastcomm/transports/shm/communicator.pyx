@@ -253,7 +253,7 @@ cdef class ShmCommunicator:
         self.ring.keep_times(is_on)
 
     def note_settled(self):
-        """For reducers: what was launched so far is not abandoned with what comes."""
+        """What was launched so far is not abandoned with what comes."""
         self.abandonment = None
 
     def check(self):
