@@ -346,7 +346,7 @@ class Reducer(ReducerFlags):
         self._stragglers.let_go()
         self.comm.flight.activities.pop(f"reducer {self.number}", None)
         for planner in self._planners:
-            planner.let_go(self)
+            planner.trace.end(self)
         for bucket in self.buckets:
             bucket.release()
         let_go(self.buckets)

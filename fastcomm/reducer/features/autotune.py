@@ -61,11 +61,12 @@ class Tuning:
 
     options: with a size in place of "auto": the one that the next buckets are made with.
     is_over: nothing is left to be found.
+    trace: of the rounds that tell when gradients are ready; ends with the buckets.
     """
 
     def __init__(self, options: Options, default_cap_mb: float) -> None:
         self.options, self._default_cap_mb = options, default_cap_mb
-        self._trace = Trace()
+        self.trace = Trace()
         self.begin(0, 1)
 
     def begin(self, n_rounds: int, world_size: int) -> None:
@@ -118,13 +119,13 @@ class Tuning:
         if n > WARM_UP_ROUNDS:
             self._periods.append(now - self._ended_s)
         elif n == WARM_UP_ROUNDS and self._default_s is None:
-            self._trace.begin(reducer, MEASURED_ROUNDS)
+            self.trace.begin(reducer, MEASURED_ROUNDS)
 
     def _seen(self, reducer: Reducer, can_replan: bool) -> _Seen:
         period_s = statistics.median(self._periods) if self._periods else 0.0
         step = None
         if self._default_s is None and period_s:
-            steps = self._trace.steps(reducer)
+            steps = self.trace.steps(reducer)
             if len(steps) >= _LEAST_ROUNDS:
                 step = self._local_step(reducer, steps[-MEASURED_ROUNDS:], period_s)
         local_rank = reducer.comm.local_rank
@@ -185,11 +186,7 @@ class Tuning:
 
     def _stop(self, reducer: Reducer) -> None:
         self.is_over = True
-        self.let_go(reducer)
-
-    def let_go(self, reducer: Reducer) -> None:
-        """Nothing is traced any more: the buckets go."""
-        self._trace.end(reducer)
+        self.trace.end(reducer)
 
 
 def pays(periods_s: Sequence[float], default_s: float) -> bool:

@@ -47,10 +47,11 @@ class Ordering:
     """The order of one reducer's gradients, from its attach() on.
 
     order: in which the next buckets are filled; None: the reverse of registration.
+    trace: of the rounds that show it; ends with the buckets.
     """
 
     def __init__(self) -> None:
-        self._trace = Trace()
+        self.trace = Trace()
         self.begin(0, 1)
 
     def begin(self, n_rounds: int, world_size: int) -> None:
@@ -63,7 +64,7 @@ class Ordering:
         """Begins to trace."""
         self._is_over = self._is_over or len(reducer.buckets) == 1
         if not self._is_over:
-            self._trace.begin(reducer, TRACED_ROUNDS)
+            self.trace.begin(reducer, TRACED_ROUNDS)
 
     def described(self) -> str:
         """For repr()."""
@@ -78,7 +79,7 @@ class Ordering:
         is_last = reducer.n_rounds >= self._decides_at + _PATIENCE_ROUNDS
         if is_joining(reducer.comm):
             if is_last:
-                self._trace.end(reducer)  # the decision will be to leave the buckets
+                self.trace.end(reducer)  # the decision will be to leave the buckets
             return
         with all_or_none(reducer, self._stop):
             own = _Seen(self._seen_order(reducer), can_replan)
@@ -92,7 +93,7 @@ class Ordering:
         """None where rounds differ, or where the buckets must stay."""
         if not reducer.features().keys() <= _GOES_WITH:
             return None
-        steps = self._trace.steps(reducer)[-TRACED_ROUNDS:]
+        steps = self.trace.steps(reducer)[-TRACED_ROUNDS:]
         orders = {_order_of(step, reducer.buckets) for step in steps}
         return orders.pop() if len(steps) == TRACED_ROUNDS and len(orders) == 1 else None
 
@@ -106,11 +107,7 @@ class Ordering:
 
     def _stop(self, reducer: Reducer) -> None:
         self._is_over = True
-        self.let_go(reducer)
-
-    def let_go(self, reducer: Reducer) -> None:
-        """Nothing is traced any more: the buckets go."""
-        self._trace.end(reducer)
+        self.trace.end(reducer)
 
 
 def _order_of(step: Step, buckets: Sequence[Bucket]) -> tuple[int, ...]:
