@@ -17,7 +17,7 @@ import platform
 import signal
 import sys
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, TypeAlias
 
 import torch
 
@@ -27,6 +27,8 @@ from fastcomm.launching import launchers, runner
 from fastcomm.transports.cuda import driver as cuda_driver
 from fastcomm.transports.cuda import multi_tensor
 from fastcomm.transports.nccl import library as nccl_library
+
+Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 # By name: what `python -m fastcomm bench --help` says of it.
 BENCHMARKS = {
@@ -104,6 +106,20 @@ def make_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(
         dest="command", required=True, metavar="{run,info,demo,bench,tune,diagnose}"
     )
+    add_run(commands)
+    says = "versions, cores, and which transports work here"
+    of_info = commands.add_parser("info", help=says, description=f"Prints {says}.")
+    of_info.add_argument("--json", action="store_true", help="as JSON")
+    says = "trains a small GPT on two ranks, beside DDP; demo --help lists its options"
+    commands.add_parser("demo", help=says, add_help=False, allow_abbrev=False)
+    add_bench(commands)
+    says = "what bucket size, how often to synchronise, which wire; tune --help lists its options"
+    commands.add_parser("tune", help=says, add_help=False, allow_abbrev=False)
+    add_diagnose(commands)
+    return parser
+
+
+def add_run(commands: Commands) -> None:
     says = "starts a Python script on several ranks of this machine, and ends all when one fails"
     of_run = commands.add_parser("run", help=says, description=f"S{says[1:]}.", allow_abbrev=False)
     of_run.add_argument(
@@ -123,11 +139,9 @@ def make_parser() -> argparse.ArgumentParser:
     of_run.add_argument("script", help="a Python file")
     own = of_run.add_argument("arguments", nargs=argparse.REMAINDER, help="the script's own")
     own.required = False  # else argparse asks for them, too, where there is no script
-    says = "versions, cores, and which transports work here"
-    of_info = commands.add_parser("info", help=says, description=f"Prints {says}.")
-    of_info.add_argument("--json", action="store_true", help="as JSON")
-    says = "trains a small GPT on two ranks, beside DDP; demo --help lists its options"
-    commands.add_parser("demo", help=says, add_help=False, allow_abbrev=False)
+
+
+def add_bench(commands: Commands) -> None:
     says = "runs a benchmark; bench --help lists them, bench NAME --help its options"
     of_bench = commands.add_parser(
         "bench",
@@ -143,8 +157,9 @@ def make_parser() -> argparse.ArgumentParser:
     )
     for name, says in BENCHMARKS.items():
         names.add_parser(name, help=says, add_help=False, allow_abbrev=False)
-    says = "what bucket size, how often to synchronise, which wire; tune --help lists its options"
-    commands.add_parser("tune", help=says, add_help=False, allow_abbrev=False)
+
+
+def add_diagnose(commands: Commands) -> None:
     says = "what a job hangs in, or has failed in: which rank did not come, and where it stood"
     of_diagnose = commands.add_parser(
         "diagnose",
@@ -158,7 +173,6 @@ def make_parser() -> argparse.ArgumentParser:
     asked.add_argument(
         "--pid", nargs="+", type=int, metavar="PID", help="asks these living ranks first"
     )
-    return parser
 
 
 def with_name(arguments: list[str]) -> list[str]:
