@@ -1,5 +1,5 @@
 """Diagnosis: what the dumps of all ranks say about a job that hung or failed. Which rank did not
-come, to what, and where it stood; see comm/dump.py for the files.
+come, to what, and where it stood; see comm/dump_files.py for the files.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 from fastcomm.comm import dump, messages
 
 _NS = range(2**62)
-# The form of a dump: see dump.py, which writes more than is read here.
+# The form of a dump: see dump_files.py, which writes more than is read here.
 _ENTRY = {
     "epoch": messages.NUMBER,
     "number": messages.NUMBER,

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import fastcomm
-from fastcomm.comm.dump import in_words, over_of
+from fastcomm.comm.dump_files import in_words, over_of
 from fastcomm.comm.objects import gather_objects
 from tests.support.ranks import on_ranks
 from tests.support.transports import over as over_transports

@@ -16,7 +16,7 @@ import torch
 from hypothesis import given, settings
 
 import fastcomm
-from fastcomm.comm import dump
+from fastcomm.comm import dump, dump_files
 from fastcomm.comm.flight_recorder import N_KEPT, FlightRecorder
 from fastcomm.insight import diagnosis
 from tests.support.bodies import Place, communicator, note, noted, wait_for_note
@@ -267,16 +267,16 @@ def test_what_comes_before_in_a_lane_is_over():
     for entry in entries[1::2]:
         entry.lane = 1
     entries[2].end()  # of lane 0
-    over = dump.over_of(recorder.entries(), 0)
+    over = dump_files.over_of(recorder.entries(), 0)
     assert over == [True, False, True, False, False]
-    assert dump.over_of(recorder.entries(), 1) == [True] * 5  # the ranks have met anew
+    assert dump_files.over_of(recorder.entries(), 1) == [True] * 5  # the ranks have met anew
 
 
 @pytest.mark.parametrize("kind", [fastcomm.TimeoutError, fastcomm.PeerLostError])
 def test_what_a_failure_has_cut_short_is_not_over(kind):
     recorder = _recorder()
     recorder.note("barrier", None, 0, 1).end(kind("lost"))
-    assert dump.over_of(recorder.entries(), 0) == [False]
+    assert dump_files.over_of(recorder.entries(), 0) == [False]
 
 
 def test_what_an_earlier_job_has_left_is_not_read(tmp_path):
@@ -295,7 +295,7 @@ def _dump() -> dict[str, object]:
     recorder.note("all_reduce", torch.float32, 5, 2, "sum", -1, 65537)
     head = {"version": 1, "rank": 0, "pid": 1, "host": "h", "time_ns": 2 * 10**9, "why": "asked"}
     threads = {"MainThread": ["in f"], "another": []}
-    return head | {"threads": threads, "communicators": [dump._as_dict(recorder)]}
+    return head | {"threads": threads, "communicators": [dump_files._as_dict(recorder)]}
 
 
 def test_a_dump_as_a_rank_writes_it_has_a_verdict(tmp_path):

@@ -6,6 +6,7 @@ from tests.mutations.mutation import Mutation
 
 RECORDER = "fastcomm/comm/flight_recorder.pyx"
 DUMP = "fastcomm/comm/dump.py"
+DUMP_FILES = "fastcomm/comm/dump_files.py"
 DIAGNOSIS = "fastcomm/insight/diagnosis.py"
 TESTS = "tests/insight/test_diagnosis.py::test_"
 CONTRACT = "tests/contract/test_flight.py::test_"
@@ -27,7 +28,7 @@ MUTATIONS = (
     ),
     Mutation(
         name="dumps: lanes end in one order",
-        file=DUMP,
+        file=DUMP_FILES,
         within="over_of",
         old="_position(entry) <= newest_ended.get(entry.lane, (0, 0))",
         new="_position(entry) <= newest_ended.get(0, (0, 0))",
@@ -35,7 +36,7 @@ MUTATIONS = (
     ),
     Mutation(
         name="dumps: what a failure has cut short counts as over",
-        file=DUMP,
+        file=DUMP_FILES,
         within="_has_ended",
         old="entry.error not in _CUT_SHORT",
         new="True",
