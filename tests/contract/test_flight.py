@@ -58,6 +58,7 @@ def test_every_collective_is_noted_alike_on_all_ranks(comm):
         assert expected in words, words
     (bucket,) = [entry for entry in entries if entry.kind == "all_reduce" and entry.op == "mean"]
     assert comm.flight.names[bucket.label] in ("bias ... weight", "weight ... bias")
+    assert {entry.kind for entry in entries if entry.root >= 0} == {"broadcast"}
     numbers = [entry.number for entry in entries]
     assert numbers == list(range(numbers[0], numbers[0] + len(numbers)))
     facts = [

@@ -27,6 +27,14 @@ MUTATIONS = (
         tests=(f"{TESTS}the_newest_are_kept_in_order",),
     ),
     Mutation(
+        name="dumps: every collective has a root",
+        file=RECORDER,
+        within="FlightRecorder.note",
+        old="root if kind in WITH_ROOT else -1",
+        new="root",
+        tests=(f"{CONTRACT}every_collective_is_noted_alike_on_all_ranks",),
+    ),
+    Mutation(
         name="dumps: lanes end in one order",
         file=DUMP_FILES,
         within="over_of",

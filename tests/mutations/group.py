@@ -44,6 +44,28 @@ MUTATIONS = (
         tests=("tests/contract/test_results.py",),
     ),
     Mutation(
+        name="parts: what the root passes may be of any size",
+        file="fastcomm/comm/parts.py",
+        within="check_rooted",
+        old="whole.numel() != numel",
+        new="False",
+        tests=(
+            "tests/contract/test_arguments.py::"
+            "test_what_only_one_rank_passes_is_refused_from_others_and_asked_of_it",
+        ),
+    ),
+    Mutation(
+        name="parts: however long, they move the deadline once",
+        file=EXCHANGE,
+        within="_chunks_of",
+        old="as_bytes(row).split(CHUNK_NBYTES)",
+        new="as_bytes(row).split(1 << 40)",
+        tests=(
+            "tests/transports/group/test_over_torch.py::"
+            "test_what_is_large_may_take_longer_than_the_deadline[group-gather]",
+        ),
+    ),
+    Mutation(
         name="parts: nobody compares what ranks send and expect",
         file="fastcomm/comm/parts.py",
         within="_agreed",

@@ -18,6 +18,22 @@ RACES = f"{FRAMES}::test_lanes_and_blocks_do_not_race"
 
 MUTATIONS = (
     Mutation(
+        name="kernels: parts of any sizes are taken for equal ones",
+        file=PATHS,
+        within="part_of",
+        old="if (c->bounds != NULL) {",
+        new="if (false) {",
+        tests=QUICK_DRIVER,
+    ),
+    Mutation(
+        name="kernels: a chunk of a part goes on behind its end",
+        file=PATHS,
+        within="cut",
+        old="min64(part.begin + chunk.end, part.end)",
+        new="part.begin + chunk.end",
+        tests=QUICK_DRIVER,
+    ),
+    Mutation(
         name="kernels: a filled mailbox is all that a free slot needs",
         file=PROTOCOL,
         within="owes",

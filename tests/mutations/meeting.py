@@ -167,6 +167,17 @@ MUTATIONS = (
         ),
     ),
     Mutation(
+        name="rendezvous: ranks that ask for auto use no backend of their own",
+        file=RENDEZVOUS,
+        within="_neighbours",
+        old="_Neighbours(backends[0]",
+        new="_Neighbours(backend",
+        tests=(
+            "tests/transports/group/test_hierarchical.py::"
+            "test_ranks_of_several_hosts_may_meet_in_a_group",
+        ),
+    ),
+    Mutation(
         name="rendezvous: nobody compares the backends that ranks ask for",
         file=RENDEZVOUS,
         within="_refuse_different",

@@ -232,6 +232,17 @@ MUTATIONS = (
         tests=("tests/comm/test_objects.py::test_what_cannot_be_told_is_an_error_on_every_rank",),
     ),
     Mutation(
+        name="objects: the rank with the longest object is blamed for another's size",
+        file="fastcomm/comm/objects.py",
+        within="_room",
+        old="next((rank for rank, nbytes in announced.items() if nbytes <= 0), longest)",
+        new="longest",
+        tests=(
+            "tests/comm/test_objects.py::"
+            "test_an_impossible_size_of_an_object_names_the_rank_that_has_announced_it",
+        ),
+    ),
+    Mutation(
         name="objects: ranks that make different calls read each other's objects",
         file="fastcomm/comm/objects.py",
         within="gather_objects",
