@@ -30,7 +30,7 @@ MUTATIONS = (
     Mutation(
         name="channels: a lost rank has its number in the channel",
         file=CHANNELS,
-        within="_Channel.in_words",
+        within="_Channel.naming_ranks",
         old="[self._peer] if error.ranks else []",
         new="error.ranks",
         tests=(f"{MESSAGES}::test_a_rank_that_will_not_send_any_more_is_named[shm-killed-True]",),
@@ -42,6 +42,14 @@ MUTATIONS = (
         old="comm.check_tensor(tensor)",
         new="",
         tests=(f"{MESSAGES}::test_bad_arguments_are_refused_before_the_other_rank_is_involved",),
+    ),
+    Mutation(
+        name="channels: a rank that leaves tells nobody who waits for its first message",
+        file="fastcomm/launching/membership.py",
+        within="Fixed.end_channels",
+        old="if comm.failure is None:",
+        new="if comm.failure is not None:",
+        tests=(f"{MESSAGES}::test_a_rank_that_will_not_send_any_more_is_named[shm-closes-False]",),
     ),
     Mutation(
         name="channels: nobody looks whether the other rank has ended",
