@@ -151,7 +151,7 @@ def _left(rank: int) -> str:
 
 class Fixed:
     """The ranks of a communicator, which cannot meet anew: those of a torch.distributed group, or
-    of a split(). They can split into parts.
+    of a split(). They can split into parts, and send each other messages.
     """
 
     can_meet_anew = is_rebuilt = False
