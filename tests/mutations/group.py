@@ -36,6 +36,17 @@ MUTATIONS = (
         ),
     ),
     Mutation(
+        name="group: nobody looks at the connections while data is on its way",
+        file=QUEUE,
+        within="WorkQueue._look_at_connections",
+        old="self._exchange.look_at_connections()",
+        new="pass",
+        tests=(
+            "tests/transports/group/test_ending.py::"
+            "test_a_rank_that_dies_while_its_data_is_on_its_way_is_missed_soon",
+        ),
+    ),
+    Mutation(
         name="group: a rank's own part stays where it was",
         file=EXCHANGE,
         within="Exchange.swap_parts",

@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import itertools
 import os
 import threading
 import time
@@ -134,15 +135,27 @@ class Exchange:
         self.group = GroupPair(self._rank, up, down)
 
     def interrupt(self) -> None:
-        """Ends the wait of the thread that is inside. Receives what nobody sends: when a receive
-        times out, Gloo closes all connections of the group.
+        """Ends the wait of the thread that is inside: when a receive times out, Gloo closes all
+        connections of the group.
         """
-        for group in self._own_groups:
-            for rank in range(self._world_size):
-                if rank != self._rank:
-                    never = torch.empty(1, device="cpu")
-                    with contextlib.suppress(RuntimeError):
-                        group.recv([never], rank, _NEVER_SENT).wait(timedelta(milliseconds=1))
+        for receive in self._receives_of_nothing():
+            with contextlib.suppress(RuntimeError):
+                receive().wait(timedelta(milliseconds=1))
+
+    def look_at_connections(self) -> None:
+        """Raises RuntimeError if one is broken. Gloo tells that to those who begin something, and
+        to those who wait for a message, but not once that has begun to come: they would wait for
+        the whole time-out.
+        """
+        for receive in self._receives_of_nothing():
+            receive()
+
+    def _receives_of_nothing(self) -> Iterator[Callable[[], Any]]:
+        """Functions that begin to receive what nobody sends, over each connection."""
+        others = [rank for rank in range(self._world_size) if rank != self._rank]
+        for group, rank in itertools.product(self._own_groups, others):
+            never = torch.empty(1, device="cpu")
+            yield functools.partial(group.recv, [never], rank, _NEVER_SENT)
 
     def close(self) -> None:
         """Drops the groups. But not the one over which an announcement goes on, though its wait was

@@ -63,6 +63,7 @@ VERDICT_S = 4.0
 # answer a question
 EXPLAIN_S = 3.0
 SURE_S = 0.8  # the same once all but one have answered, so that this one must have broken it
+WAITED_S = 0.5  # how long the thread waits for data before the connections are looked at
 TOLD_S = 0.3  # how long ranks that wait take to read a note
 # After a failure: by then the thread that found it has ended all works, unless a signal handler's
 # exception has interrupted it.
@@ -142,6 +143,7 @@ class WorkQueue:
         # the error that stopped the thread, and when
         self._trouble: tuple[float, Exception] | None = None
         self._failed_at = 0.0
+        self._looked_at_s = 0.0  # how long the thread had waited, when connections were looked at
         # Each entry wakes the thread, which then runs all of _works. Entries are works, because
         # these keep this object alive.
         self._wakeups: queue.SimpleQueue[GroupWork | None] = queue.SimpleQueue()
@@ -562,6 +564,8 @@ class WorkQueue:
         later count as lost.
         """
         if self._trouble is None:
+            self._look_at_connections()
+        if self._trouble is None:
             return None
         since, trouble = self._trouble
         age_s = time.monotonic() - since
@@ -585,6 +589,19 @@ class WorkQueue:
         return PeerLostError(
             f"{what}; rank {self.rank} was at collective number {self.number}: {trouble}", silent
         )
+
+    def _look_at_connections(self) -> None:
+        """While the thread waits for data: each time after twice as long."""
+        oldest = self._oldest_unfinished()
+        age_s = 0.0 if oldest is None else oldest[1]
+        if age_s < self._looked_at_s:  # there was progress
+            self._looked_at_s = 0.0
+        if age_s > max(WAITED_S, 2 * self._looked_at_s):
+            self._looked_at_s = age_s
+            try:
+                self._exchange.look_at_connections()
+            except RuntimeError as trouble:
+                self._trouble = time.monotonic(), trouble
 
     def _is_silent(self, rank: int) -> bool:
         """Whether the rank has not answered the question."""

@@ -18,10 +18,10 @@ from fastcomm.comm import watchdog
 from fastcomm.comm.watchdog import leave_note
 from fastcomm.transports.group import work_queue
 from tests.contract import new_ranks
-from tests.support.bodies import communicator, note, noted, raised, wait_for_note
+from tests.support.bodies import communicator, leave, left, note, noted, raised, wait_for_note
 from tests.support.outcomes import values_of
 from tests.support.ranks import fresh_ranks
-from tests.support.transports import over
+from tests.support.transports import environment_of, over
 
 
 def _close_with_works_unfinished(place):
@@ -58,6 +58,25 @@ def test_a_peer_that_closes_with_works_unfinished_is_named_soon(transport, world
     (message,) = messages
     assert "rank 1" in message and "closed its communicator" in message
     assert seconds < 2
+
+
+def _die_on_the_way(place):
+    comm = communicator(place, timeout=timedelta(seconds=30))
+    comm.barrier()
+    if place.rank == 1:
+        threading.Timer(0.2, leave, (place, comm, "killed")).start()
+    tensor = torch.ones(25_000_000)
+    with pytest.raises(PeerLostError, match=r"rank 1 \(pid \d+\) died or cannot be reached"):
+        while True:
+            comm.all_reduce(tensor)
+    _, seconds = left(place)
+    assert seconds < 6
+
+
+def test_a_rank_that_dies_while_its_data_is_on_its_way_is_missed_soon():
+    """Gloo does not tell who waits for a message that has begun to come."""
+    env = [environment_of("hierarchical", rank) for rank in range(2)]
+    values_of(fresh_ranks(2, _die_on_the_way, transport="hierarchical", env=env), 1)
 
 
 def _close_with_data_in_flight(place):
