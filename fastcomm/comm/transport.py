@@ -257,7 +257,7 @@ class Transport(Communicator):
     def end_channels(self, *, aborts: bool) -> None:
         """Ends what send() and recv() go by. close() and abort() begin with it."""
         if self.membership is not None:
-            self.membership.end_channels(self, aborts)
+            self.membership.end_channels(aborts)
 
     @abc.abstractmethod
     def check(self) -> None:

@@ -27,7 +27,7 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from fastcomm.comm import messages
 from fastcomm.comm.objects import gather_objects
 from fastcomm.comm.transport import Transport
-from fastcomm.errors import ABORTED, CLOSED, FastcommError, PeerLostError, TimeoutError
+from fastcomm.errors import FastcommError, PeerLostError, TimeoutError
 from fastcomm.launching.bootstrap import (
     PROCESS,
     Caller,
@@ -144,11 +144,6 @@ class _Newest:
         self.comm: Any = None  # a Transport
 
 
-def _left(rank: int) -> str:
-    """The key under which a rank says that it takes part no more."""
-    return f"left/{rank}"
-
-
 class Fixed:
     """The ranks of a communicator, which cannot meet anew: those of a torch.distributed group, or
     of a split(). They can split into parts, and send each other messages.
@@ -168,7 +163,7 @@ class Fixed:
         """
         self._bootstrap, self._connect, self._backend = bootstrap, connect, backend
         self.neighbours = neighbours
-        self._pid = os.getpid()  # a forked child's is another one
+        self._pid = os.getpid()
         self._n_splits = 0
         self._channels: Channels | None = None
 
@@ -219,27 +214,16 @@ class Fixed:
         return self._channels
 
     def _look_for_peer(self, peer: int, pid: int) -> None:
-        """Raises PeerLostError if it has ended or closed its communicator, as far as is known here;
-        FastcommError if this rank's communicator has ended.
+        """Raises PeerLostError if its process has ended, as far as this host knows; FastcommError
+        if this rank's communicator has ended.
         """
         if self._channels is not None:
             self._channels.look()
         if peer in self.neighbours and process_has_ended(pid):
             raise PeerLostError(f"rank {peer} (pid {pid}) has ended", [peer])
-        left = self._bootstrap.read(_left(peer))
-        if left is not None:
-            raise PeerLostError(f"rank {peer} (pid {pid}) {left}")
 
-    def end_channels(self, comm: Transport, aborts: bool) -> None:
-        """Before `comm` ends. Also tells ranks that wait for the other end of a first message. Of a
-        failure they know, and the store may be gone with it.
-        """
-        if os.getpid() != self._pid:
-            return
-        if comm.failure is None:
-            with contextlib.suppress(RuntimeError):
-                self._bootstrap.write(_left(comm.rank), ABORTED if aborts else CLOSED)
-        if self._channels is not None:
+    def end_channels(self, aborts: bool) -> None:
+        if self._channels is not None and os.getpid() == self._pid:  # a forked child's is another
             self._channels.end(aborts)
 
     def _make_part(

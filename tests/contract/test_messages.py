@@ -1,5 +1,6 @@
 """send() and recv(): what one rank passes to another arrives as it is and in order, waits for no
-collective, and fails by name on both.
+collective, and fails by name on both. Channels stay as long as their communicator: that of all
+tests gets none.
 """
 
 from __future__ import annotations
@@ -33,58 +34,63 @@ def message(src, dst, number, shape, dtype=torch.float32, device="cpu"):
 
 @over(2, 3)
 @on_ranks()
-def test_what_is_sent_is_received_and_the_others_take_no_part(comm):
-    src, dst = comm.world_size - 1, 0
-    for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.complex64):
-        for number, shape in enumerate(SHAPES):
-            expected = message(src, dst, number, shape, dtype, comm.device)
-            if comm.rank == src:
-                assert comm.send(expected, dst) is None
-            elif comm.rank == dst:
-                got = torch.zeros_like(expected)
-                assert comm.recv(got, src) is None
-                assert torch.equal(got, expected), (dtype, shape)
-    check_all_reduce(comm)
+def test_what_is_sent_is_received_and_the_others_take_no_part(whole):
+    with whole.split(0) as comm:
+        src, dst = comm.world_size - 1, 0
+        for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.complex64):
+            for number, shape in enumerate(SHAPES):
+                expected = message(src, dst, number, shape, dtype, comm.device)
+                if comm.rank == src:
+                    assert comm.send(expected, dst) is None
+                elif comm.rank == dst:
+                    got = torch.zeros_like(expected)
+                    assert comm.recv(got, src) is None
+                    assert torch.equal(got, expected), (dtype, shape)
+        check_all_reduce(comm)
 
 
 @over(2, 3, shm=(2, 4))
 @on_ranks()
-def test_a_ring_of_messages_that_nobody_waits_for_yet_ends(comm):
-    right, left = (comm.rank + 1) % comm.world_size, (comm.rank - 1) % comm.world_size
-    sent = [message(comm.rank, right, n, (20_000,), device=comm.device) for n in range(5)]
-    got = [torch.zeros_like(one) for one in sent]
-    works = [comm.send(one, right, async_op=True) for one in sent]
-    works += [comm.recv(one, left, async_op=True) for one in got]
-    check_all_reduce(comm)  # no message waits for it, nor it for them
-    for work in works:
-        work.wait()
-        assert work.is_completed()
-        work.wait()  # again
-    for n, one in enumerate(got):
-        assert torch.equal(one, message(left, comm.rank, n, (20_000,), device=comm.device)), n
+def test_a_ring_of_messages_that_nobody_waits_for_yet_ends(whole):
+    with whole.split(0) as comm:
+        right, left = (comm.rank + 1) % comm.world_size, (comm.rank - 1) % comm.world_size
+        sent = [message(comm.rank, right, n, (20_000,), device=comm.device) for n in range(5)]
+        got = [torch.zeros_like(one) for one in sent]
+        works = [comm.send(one, right, async_op=True) for one in sent]
+        works += [comm.recv(one, left, async_op=True) for one in got]
+        check_all_reduce(comm)  # no message waits for it, nor it for them
+        for work in works:
+            work.wait()
+            assert work.is_completed()
+            work.wait()  # again
+        for n, one in enumerate(got):
+            assert torch.equal(one, message(left, comm.rank, n, (20_000,), device=comm.device)), n
 
 
 @over(2)
 @on_ranks()
-def test_messages_of_one_rank_to_another_arrive_in_the_order_of_the_calls(comm):
+def test_messages_of_one_rank_to_another_arrive_in_the_order_of_the_calls(whole):
     """Whether or not their ranks wait for each."""
-    shapes = [(300_000,), (1,), (5, 7), (2,)]
-    waits = [False, True, False, True] if comm.rank == 0 else [True, False, False, True]
-    works = []
-    got = []
-    for n, (shape, waits_here) in enumerate(zip(shapes, waits, strict=True)):
-        expected = message(0, 1, n, shape, device=comm.device)
-        got.append(torch.zeros_like(expected))
-        move = comm.send if comm.rank == 0 else comm.recv
-        works.append(
-            move(expected if comm.rank == 0 else got[-1], 1 - comm.rank, async_op=not waits_here)
-        )
-    for work in works:
-        if work is not None:
-            work.wait()
-    if comm.rank == 1:
-        for n, (one, shape) in enumerate(zip(got, shapes, strict=True)):
-            assert torch.equal(one, message(0, 1, n, shape, device=comm.device)), n
+    with whole.split(0) as comm:
+        shapes = [(300_000,), (1,), (5, 7), (2,)]
+        waits = [False, True, False, True] if comm.rank == 0 else [True, False, False, True]
+        works = []
+        got = []
+        for n, (shape, waits_here) in enumerate(zip(shapes, waits, strict=True)):
+            expected = message(0, 1, n, shape, device=comm.device)
+            got.append(torch.zeros_like(expected))
+            move = comm.send if comm.rank == 0 else comm.recv
+            works.append(
+                move(
+                    expected if comm.rank == 0 else got[-1], 1 - comm.rank, async_op=not waits_here
+                )
+            )
+        for work in works:
+            if work is not None:
+                work.wait()
+        if comm.rank == 1:
+            for n, (one, shape) in enumerate(zip(got, shapes, strict=True)):
+                assert torch.equal(one, message(0, 1, n, shape, device=comm.device)), n
 
 
 @over(3)
@@ -104,20 +110,21 @@ def test_the_parts_of_a_split_have_messages_of_their_own(comm):
 
 @over(2)
 @on_ranks()
-def test_bad_arguments_are_refused_before_the_other_rank_is_involved(comm):
-    tensor = torch.ones(3, 2, device=comm.device)
-    for move, name in ((comm.send, "dst"), (comm.recv, "src")):
-        with pytest.raises(ValueError, match=f"{name} must be a rank from 0 to 1; got 2"):
-            move(tensor, 2)
-        with pytest.raises(ValueError, match=f"rank {comm.rank} cannot send to itself"):
-            move(tensor, comm.rank)
-        for async_op in (False, True):
-            with pytest.raises(ValueError, match="contiguous"):
-                move(tensor.t(), 1 - comm.rank, async_op=async_op)
-            with pytest.raises(TypeError, match="dtype must be one of"):
-                move(tensor.bool(), 1 - comm.rank, async_op=async_op)
-            with pytest.raises(TypeError, match=r"expected a torch\.Tensor"):
-                move(3.0, 1 - comm.rank, async_op=async_op)
+def test_bad_arguments_are_refused_before_the_other_rank_is_involved(whole):
+    with whole.split(0) as comm:
+        tensor = torch.ones(3, 2, device=comm.device)
+        for move, name in ((comm.send, "dst"), (comm.recv, "src")):
+            with pytest.raises(ValueError, match=f"{name} must be a rank from 0 to 1; got 2"):
+                move(tensor, 2)
+            with pytest.raises(ValueError, match=f"rank {comm.rank} cannot send to itself"):
+                move(tensor, comm.rank)
+            for async_op in (False, True):
+                with pytest.raises(ValueError, match="contiguous"):
+                    move(tensor.t(), 1 - comm.rank, async_op=async_op)
+                with pytest.raises(TypeError, match="dtype must be one of"):
+                    move(tensor.bool(), 1 - comm.rank, async_op=async_op)
+                with pytest.raises(TypeError, match=r"expected a torch\.Tensor"):
+                    move(3.0, 1 - comm.rank, async_op=async_op)
 
 
 def _differ(place, async_op):
@@ -176,11 +183,9 @@ def cases():
     """That a process has ended on another host is known of one that has sent something."""
     for transport in ("shm", "nccl", "group", "hierarchical"):
         yield transport, "killed", True
-        for is_met in (True, False):
-            yield transport, "closes", is_met
+        yield transport, "closes", True
     for transport in ("shm", "nccl", "group"):
         yield transport, "killed", False
-    yield "shm", "aborts", False
 
 
 @pytest.mark.parametrize("transport, how, is_met", list(cases()), indirect=["transport"])

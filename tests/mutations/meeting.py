@@ -44,14 +44,6 @@ MUTATIONS = (
         tests=(f"{MESSAGES}::test_bad_arguments_are_refused_before_the_other_rank_is_involved",),
     ),
     Mutation(
-        name="channels: a rank that leaves tells nobody who waits for its first message",
-        file="fastcomm/launching/membership.py",
-        within="Fixed.end_channels",
-        old="if comm.failure is None:",
-        new="if comm.failure is not None:",
-        tests=(f"{MESSAGES}::test_a_rank_that_will_not_send_any_more_is_named[shm-closes-False]",),
-    ),
-    Mutation(
         name="channels: nobody looks whether the other rank has ended",
         file="fastcomm/launching/membership.py",
         within="Fixed._look_for_peer",
