@@ -78,13 +78,13 @@ class GlooEngine:
             self.explain(name, error)
             raise
 
-    def raise_if_lost(self, name: str) -> None:
-        """Raises PeerLostError when a process has ended."""
-        self._blame(self._peers.ended(), name, None)
+    def raise_if_lost(self, name: str, error: RuntimeError | None = None) -> None:
+        """Raises PeerLostError, from Gloo's error if there is one, when a process has ended."""
+        self._blame(self._peers.ended(), name, error)
 
     def explain(self, name: str, error: RuntimeError) -> None:
-        """Raises PeerLostError from Gloo's error when a process has ended. First gives one whose
-        connection broke the time to end.
+        """Raises as raise_if_lost, but first gives a process whose connection broke the time to
+        end.
         """
         self._blame(self._peers.ended_soon(), name, error)
 
