@@ -355,12 +355,19 @@ class _World:
         for rank in late:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._processes[rank].pid, signal.SIGUSR1)
-        time.sleep(0.5)
+        deadline = time.monotonic() + 5
+        while time.monotonic() < deadline and not all(map(self._has_shown_stacks, late)):
+            time.sleep(0.1)
+        time.sleep(0.5)  # until they are written to the end
         for rank in late:
             with contextlib.suppress(OSError), open(stacks_path(self._places[rank])) as file:
                 outcomes[rank] = Outcome(rank, "hung", stacks=file.read())
             outcomes.setdefault(rank, Outcome(rank, "hung"))
         self._kill()
+
+    def _has_shown_stacks(self, rank: int) -> bool:
+        path = stacks_path(self._places[rank])
+        return not os.path.exists(path) or os.path.getsize(path) > 0
 
     def _kill(self) -> None:
         for process in self._processes:
