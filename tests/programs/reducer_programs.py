@@ -48,6 +48,7 @@ _EPSILON = {"float64": 1e-12, "float32": 1e-5, "float16": 2**-10, "bfloat16": 2*
 # Ranks multiply float32 numbers in an order of their own, in which a product may fall below the
 # normal ones.
 _LOST_IN_PRODUCTS = 1e-36
+_LOST_IN_SQUARES = torch.finfo(torch.float32).tiny ** 0.5  # of each element, as in torch's norms
 HEARD_WITHIN_S = 20.0
 
 
@@ -285,7 +286,8 @@ class _Run:
             assert not norm.isfinite().item(), f"norm {norm}, expected {expected}"
             return
         difference = abs(norm.item() - expected)
-        tolerance = self.epsilon * expected + _LOST_IN_PRODUCTS
+        n = sum(one.numel() for one in gradients)
+        tolerance = self.epsilon * expected + _LOST_IN_PRODUCTS + _LOST_IN_SQUARES * n**0.5
         assert difference <= tolerance, f"norm {norm}, expected {expected}"
 
     def collective(self, operation: Collective, number: int) -> None:
