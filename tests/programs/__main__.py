@@ -17,11 +17,13 @@ import time
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported, here and in the ranks
 
+from tests.programs import batches
 from tests.programs.batches import STRATEGIES, Failed, find_failure
 from tests.support.ranks import Ranks
 from tests.support.transports import TRANSPORTS, TRANSPORTS_OVER_TORCH
 
 BATCH = 50
+PATIENCE = 5  # times the limit of the suite's programs: in an hour a machine may be very busy once
 
 
 def main() -> int:
@@ -39,6 +41,7 @@ def main() -> int:
     deadline = time.monotonic() + 60 * options.minutes
     counts: collections.Counter[str] = collections.Counter()
     ranks = Ranks()
+    batches.PROGRAM_LIMIT_S *= PATIENCE
     failure = None
     try:
         for i, (n_ranks, transport, kind) in enumerate(itertools.cycle([*cells])):
