@@ -24,6 +24,7 @@ from fastcomm.errors import FastcommError, MismatchError
 from fastcomm.insight.phases import OPTIMIZER, OTHER, WAITING
 from fastcomm.optim import checkpoints, param_groups, shardable
 from fastcomm.optim.checkpoints import Part, options_of, pieces_of
+from fastcomm.optim.shard_copies import Kept, ShardCopies, put_together
 from fastcomm.reducer import validation
 from fastcomm.reducer.bucket import Bucket
 from fastcomm.reducer.features import arrivals, shards, torch_helpers
@@ -111,8 +112,15 @@ class ShardedOptimizer(Optimizer):
             Parameter, dict[str, None]
         ] = {}  # of what each has as its state, for recipes
         self._buckets: Sequence[Bucket] = []
-        self._barrier = shards.StepBarrier(reducer.comm)
+        self._copies: ShardCopies | None = None  # in elastic()
+        self._is_aside = False  # a rank is lost, and the copies are all there is
+        self.n_rounds_counted = 0  # of the reducer, when the last step counted
         torch_helpers.watch(ShardedOptimizer, _is_held)
+        self._take_over()
+
+    def _take_over(self) -> None:
+        """Lets the reducer shard its buckets. Collective."""
+        reducer = self.reducer
         former = reducer.find(ShardedBy)
         if former is not None:  # of an optimizer that is gone
             reducer.remove(former)
@@ -152,6 +160,7 @@ class ShardedOptimizer(Optimizer):
         if plain is not None:
             described |= param_groups.places(plain.param_groups, reducer.named_parameters())
             described |= param_groups.options(plain.param_groups)
+        self._made_as = described
         validation.compare(reducer.comm, problem, described, _MAKING)
         assert plain is not None  # for the type checker: compare() has raised
         return plain
@@ -240,6 +249,12 @@ class ShardedOptimizer(Optimizer):
         self._aside |= {parameters[i]: state for i, state in whole.items()}
         if self._arrivals is not None:
             self._arrivals.end()
+        self._let_go()
+        if self.comm.membership is not None and self.comm.membership.is_rebuilt:
+            copies = self._copies if self._is_aside else None
+            self._aside |= put_together(self.comm, copies, parameters)
+
+    def _let_go(self) -> None:
         self._buckets, self._parts = [], {}
         for group in self._inner.param_groups:
             group["params"] = []  # whose memory goes with the buckets
@@ -263,7 +278,9 @@ class ShardedOptimizer(Optimizer):
         model = self.reducer.attached_model()
         if self._overlaps and isinstance(model, Module):
             self._arrivals = Arrivals(model, [bucket.parameters for bucket in buckets])
+        self._barrier = shards.StepBarrier(self.comm)
         self.comm.barrier()  # as at the end of attach(): the state may be used on any stream
+        self._copy()
 
     def _parts_in(self, buckets: Sequence[Bucket]) -> dict[Parameter, Part]:
         known, parts = set(self._parameters()), {}
@@ -348,9 +365,12 @@ class ShardedOptimizer(Optimizer):
             self._step_pieces()
             self.reducer.phases.enter(WAITING)
             self._spread()
+            self._copy()
             self.reducer.phases.enter(OTHER)
         except BaseException as error:
             self.reducer.phases.enter(OTHER)
+            if self.reducer.outlives_step(error):
+                return loss
             self._leave(error)
             raise
         self.is_torn = self._is_mixed = False
@@ -423,6 +443,63 @@ class ShardedOptimizer(Optimizer):
     def comm(self) -> Transport:
         """The reducer's."""
         return self.reducer.comm
+
+    # -- in elastic() ------------------------------------------------------------------------------
+
+    @property
+    def may_be_late(self) -> bool:
+        """For elastic(): step() does not wait for the other ranks' parameters."""
+        return self._overlaps
+
+    @property
+    def options(self) -> GroupOptions:
+        """For elastic(): what a scheduler changes, apart from the state."""
+        return GroupOptions(self)
+
+    def keep_copies(self) -> None:
+        """For elastic(): from now on a step counts once each rank's shards have a copy on another
+        rank. Collective.
+        """
+        self._copies, self._is_aside = self._copies or ShardCopies(), False
+        self._copy()
+
+    def drop_copies(self) -> None:
+        """For elastic(): the loop has ended."""
+        self._copies, self._is_aside = None, False
+
+    def _copy(self) -> None:
+        """The step counts when this returns. Collective in elastic(); else there are no copies."""
+        if self._copies is None or self._is_aside:
+            return
+        parameters = self._parameters()
+        pieces = pieces_of(self._parts, parameters)
+        kept = [
+            Kept(i, *pieces[p][:3], self._inner.state.get(pieces[p].parameter, {}))
+            for i, p in enumerate(parameters)
+            if p in pieces
+        ]
+        if self.comm.rank == 0:  # all ranks have these alike
+            aside = enumerate(parameters)
+            kept += [Kept(i, 0, p.numel(), p, self._aside[p]) for i, p in aside if p in self._aside]
+        self._copies.keep(self.comm, kept)
+        self.n_rounds_counted = self.reducer.n_rounds
+
+    def stand_aside(self) -> None:
+        """For elastic(): a rank is lost. Lets go of the buckets, and keeps the copies."""
+        self._let_go()
+        self._is_aside, self.is_torn, self._is_mixed = True, False, False
+        sharded_by = self.reducer.find(ShardedBy)
+        if sharded_by is not None:
+            self.reducer.remove(sharded_by)
+        if self._copies is not None and self._copies.counted is not None:
+            self.reducer.steps.n = self._copies.counted.number
+
+    def come_back(self) -> None:
+        """For elastic(): the ranks have met anew. Takes part where new processes make their
+        optimizers, and puts together the last step that counted. Collective.
+        """
+        validation.compare(self.comm, None, self._made_as, _MAKING)
+        self._take_over()
 
     # -- checkpoints -------------------------------------------------------------------------------
 
@@ -553,6 +630,20 @@ class ShardedOptimizer(Optimizer):
         inner.load_state_dict({"state": mine, "param_groups": packed})
         aside = {p: copy.deepcopy(s) for p, s in saved.states.items() if p not in self._parts}
         return groups, inner, aside
+
+
+class GroupOptions:
+    """The options of an optimizer's groups, which can be saved and loaded without its state."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._groups = optimizer.param_groups
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"param_groups": [options_of(group) for group in self._groups]}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        for group, options in zip(self._groups, state_dict["param_groups"], strict=True):
+            group.update(options)
 
 
 def _shard_of(bucket: Bucket) -> BucketShard:

@@ -727,6 +727,16 @@ class Reducer(ReducerFlags):
         has_failed = self.comm.failure is not None
         return has_failed and any(extension.outlives(error) for extension in self.extensions)
 
+    def outlives_step(self, error: BaseException) -> bool:
+        """For a ShardedOptimizer, whose step has failed, or what the ranks do together before it:
+        whether the training goes on. Then they drop the step.
+        """
+        elastic = self.find(Elastic)
+        if elastic is None or not isinstance(error, FastcommError) or not self._outlives(error):
+            return False
+        elastic.drop_step(self, error)
+        return True
+
     def _backward_was_dropped(self) -> None:
         """Called by autograd while an exception propagates, where nothing may be raised: the next
         call raises what goes wrong here.
@@ -886,8 +896,13 @@ class Reducer(ReducerFlags):
 
         An error of a collective of the caller's own in the loop is raised as ever.
 
-        Raises ValueError for reducers with a hook, a ShardedOptimizer, LocalSGD or DiLoCo, and
-        inside join(); TypeError for a state without state_dict() and load_state_dict();
+        Of a ShardedOptimizer each rank's shards have a copy on another rank, made in step(). Where
+        both ranks are lost at once, that is FastcommError on the others. New processes attach all
+        models before they make theirs.
+
+        Raises ValueError for reducers with a hook, LocalSGD, DiLoCo, or a ShardedOptimizer with
+        overlap_gather, and inside join(); TypeError for a state without state_dict() and
+        load_state_dict();
         FastcommError for ranks of a torch.distributed group. While it runs: FastcommError where an
         optimizer keeps state that was not given; as comm.rebuild() and refresh().
         """
@@ -1050,7 +1065,7 @@ class Reducer(ReducerFlags):
         past torch (.data, NumPy) are noticed if they change all of a gradient.
         """
         self._require_all_reduced()
-        return statistics.norm(self.buckets, self.comm)
+        return self._measure(lambda: statistics.norm(self.buckets, self.comm))
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scales the gradients so that their norm is at most `max_norm`. Returns the norm before,
@@ -1064,14 +1079,23 @@ class Reducer(ReducerFlags):
         self._require_all_reduced()
         if math.isfinite(max_norm) and not self.skipped and not self.steps_alone:
             self.steps.record += zlib.crc32(f"clip {float(max_norm)}".encode())
-        return statistics.clip_(self.buckets, max_norm, self.comm)
+        return self._measure(lambda: statistics.clip_(self.buckets, max_norm, self.comm))
 
     def nonfinite_count(self) -> Tensor:
         """How many elements of the reduced gradients are infinite or NaN: an int64 scalar tensor,
         equal on all ranks. Of a complex element, each part counts. Raises as grad_norm().
         """
         self._require_all_reduced()
-        return statistics.nonfinite_count(self.buckets, self.comm)
+        return self._measure(lambda: statistics.nonfinite_count(self.buckets, self.comm))
+
+    def _measure(self, measure: Callable[[], Tensor]) -> Tensor:
+        """What it returns; zero where a rank is lost meanwhile, and the others drop the step."""
+        try:
+            return measure()
+        except FastcommError as error:
+            if not self.outlives_step(error):
+                raise
+            return torch.zeros((), device=self.comm.device)
 
     def sync_buffers(self, src: int = 0) -> None:
         """Copies rank `src`'s buffers (batch-norm statistics) to the others. Collective."""

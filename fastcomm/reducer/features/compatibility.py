@@ -127,8 +127,8 @@ REFUSALS: dict[tuple[Feature, Feature], str] = {
         "ones: leave it out, or make another reducer after a loss"
     ),
     (Feature.REBUILD, Feature.SHARDED): (
-        "a lost rank takes its shards of a ShardedOptimizer with it: train with a torch.optim "
-        "optimizer, or load a checkpoint after a loss"
+        "a lost rank takes its shards of a ShardedOptimizer with it, which have copies in a loop "
+        "of elastic() alone: loop by that, or load a checkpoint after a loss"
     ),
     (Feature.REBUILD, Feature.LOCAL_STEPS): (
         "ranks under {} have parameters of their own between two syncs, and none can go on with "

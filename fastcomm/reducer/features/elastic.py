@@ -33,6 +33,7 @@ from fastcomm.reducer.owners import reducers_on
 from fastcomm.reducer.round import Round, State
 
 if TYPE_CHECKING:
+    from fastcomm.reducer.features.sharded_by import Stepper
     from fastcomm.reducer.reducer import Reducer
 
 T = TypeVar("T")
@@ -124,10 +125,21 @@ def _catch_up(reducers: Sequence[Reducer], states: Sequence[Stateful]) -> None:
             f"catch_up() was not given {left_behind[0]}, which keeps state from step to step: give "
             "it all optimizers, schedulers and scalers, or give them to elastic(state=[...])"
         )
-    load_states(comm, states, src, "catch_up()", is_behind=by_rank[comm.rank] != by_rank[src])
+    is_behind = by_rank[comm.rank] != by_rank[src]
+    load_states(comm, _loadable(reducers, states), src, "catch_up()", is_behind=is_behind)
     for reducer, behind in apart:
         reducer.remove(behind)
     comm.membership.has_caught_up()
+
+
+def _loadable(reducers: Sequence[Reducer], states: Sequence[Stateful]) -> list[Stateful]:
+    """With its options alone for a ShardedOptimizer: the rest the ranks have put together."""
+    steppers: dict[int, Stepper] = {}
+    for reducer in reducers:
+        stepper = reducer.stepper()
+        if stepper is not None:
+            steppers[id(stepper)] = stepper
+    return [steppers[id(one)].options if id(one) in steppers else one for one in states]
 
 
 # ---- the loop ------------------------------------------------------------------------------------
@@ -139,7 +151,15 @@ def elastic(reducer: Reducer, batches: Iterator[T], state: Sequence[Stateful]) -
     refuse_stateless(state)
     reducers = reducers_on(reducer.comm)
     for one in reducers:
-        check(Feature.REBUILD, one.features())
+        present = one.features()
+        present.pop(Feature.SHARDED, None)  # of which the loop keeps copies
+        check(Feature.REBUILD, present)
+        stepper = one.stepper()
+        if stepper is not None and stepper.may_be_late:
+            raise ValueError(
+                "elastic() copies shards in step(), when all parameters are there, and with "
+                "overlap_gather=True some are on their way: leave it out"
+            )
     if not reducer.comm.membership.can_meet_anew:
         raise FastcommError(
             "elastic() takes ranks that fastcomm.init() has brought together by init_method, "
@@ -153,6 +173,9 @@ class Elastic(RoundExtension):
 
     def __init__(self, reducers: list[Reducer], state: Sequence[Stateful]) -> None:
         self._reducers, self._state = reducers, state
+        steppers = [one.stepper() for one in reducers]
+        self._steppers = [one for one in steppers if one is not None]
+        self._n_before: dict[Reducer, int] = {}  # n_rounds when the step under way began
         self._was_dropped = False  # what was made of the last batches
         self.outlived: FastcommError | None = None  # why the step under way is dropped
         self._last_look = 0.0
@@ -175,6 +198,8 @@ class Elastic(RoundExtension):
         finally:
             for one in self._reducers:
                 one.remove(self)
+            for stepper in self._steppers:
+                stepper.drop_copies()
 
     def _batches(self, batches: Iterator[T]) -> Iterator[T]:
         fresh: list[T] = []
@@ -195,6 +220,7 @@ class Elastic(RoundExtension):
                 continue
             if not have_all:
                 return
+            self._n_before = {one: one.n_rounds for one in self._reducers}
             taken.append(coming.pop(0))
             yield taken[-1]
             if self.outlived is not None and self._comm.failure is not None:
@@ -253,10 +279,18 @@ class Elastic(RoundExtension):
             self._was_dropped = True
             self.outlived = self.outlived or round.outlived
 
+    def drop_step(self, reducer: Reducer, error: FastcommError) -> None:
+        """The gradients are reduced, and not all ranks can step with them: they are made again."""
+        self.outlived = self.outlived or error.with_traceback(None)
+        self._was_dropped = True
+        stepper = reducer.stepper()
+        n_made = 0 if stepper is None else stepper.n_rounds_counted  # of two steps, the first
+        reducer.n_rounds = max(self._n_before[reducer], n_made)
+
     def _begin(self) -> None:
         """Ranks that have met anew before the loop become equal now."""
         try:
-            _catch_up(self._reducers, self._state)
+            self._become_equal()
         except _OUTLIVED:  # another was lost meanwhile
             self._go_on()
 
@@ -264,11 +298,20 @@ class Elastic(RoundExtension):
         """Brings the ranks together anew, and makes them equal. What was accumulated is gone."""
         self._was_dropped = True
         while True:
+            for stepper in self._steppers:
+                stepper.stand_aside()
             self._comm.rebuild()
             try:
                 for one in self._reducers:
                     one.refresh()
-                _catch_up(self._reducers, self._state)
+                for stepper in self._steppers:
+                    stepper.come_back()
+                self._become_equal()
                 return
             except _OUTLIVED:  # another was lost meanwhile
                 continue
+
+    def _become_equal(self) -> None:
+        _catch_up(self._reducers, self._state)
+        for stepper in self._steppers:
+            stepper.keep_copies()

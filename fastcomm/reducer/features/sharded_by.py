@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
 
@@ -15,12 +15,19 @@ from fastcomm.reducer.extension import RoundExtension
 from fastcomm.reducer.features.shards import Sharding
 from fastcomm.reducer.round import Round, State
 
+if TYPE_CHECKING:
+    from fastcomm.reducer.features.progress import Stateful
+    from fastcomm.reducer.reducer import Reducer
+
 
 class Stepper(Protocol):
     """A ShardedOptimizer, as the reducer sees it."""
 
+    reducer: Reducer
     sharding: Sharding
     is_torn: bool  # a step has failed, and the ranks' parameters may differ
+    may_be_late: bool  # step() does not wait for the other ranks' parameters
+    n_rounds_counted: int  # in elastic(), of the reducer when the last step counted
 
     @property
     def comm(self) -> Transport: ...
@@ -47,6 +54,28 @@ class Stepper(Protocol):
         """These are the buckets from now on: takes back the state. Collective. Raises ValueError
         for a trainable parameter without a group, or of another shape than its state;
         FastcommError on the other ranks.
+        """
+
+    # -- in elastic() --
+
+    @property
+    def options(self) -> Stateful:
+        """What a scheduler changes, apart from the state."""
+
+    def keep_copies(self) -> None:
+        """From now on a step counts once each rank's shards have a copy on another rank.
+        Collective.
+        """
+
+    def drop_copies(self) -> None:
+        """The loop has ended."""
+
+    def stand_aside(self) -> None:
+        """A rank is lost: lets go of the buckets, and keeps the copies."""
+
+    def come_back(self) -> None:
+        """The ranks have met anew: takes part where new processes make their optimizers, and puts
+        together the last step that counted. Collective.
         """
 
 

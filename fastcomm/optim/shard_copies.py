@@ -1,0 +1,281 @@
+"""ShardCopies: while elastic() runs, what each rank steps has a copy on another rank, so that the
+ranks can go on when one is lost.
+
+After every step each rank packs its shards, parameters and state, and passes a copy to the next
+rank. A step counts, on all ranks, once all have their copies; until then each keeps those of the
+step before, so that all can go back to it. When the ranks have met anew, they put together the last
+step that counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Sequence
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from fastcomm.comm.objects import called_by, gather_objects, on_host, tellable
+from fastcomm.comm.transport import Transport
+from fastcomm.errors import FastcommError
+from fastcomm.launching.bootstrap import host_identity
+from fastcomm.optim.checkpoints import State, empty_like, is_cut
+from fastcomm.reducer.layout import in_memory_order, strides_of
+
+_CALL = "elastic()"
+_ALIGNMENT = 16  # bytes
+_VALUES = ""  # the key of the parameter's own elements, beside those of its state
+
+
+class Kept(NamedTuple):
+    """What this rank has of one parameter: its elements [begin, end), and their state.
+
+    number: the parameter's, among those of the optimizer.
+    """
+
+    number: int
+    begin: int
+    end: int
+    parameter: Parameter
+    state: State
+
+
+@tellable
+class KeptTensor(NamedTuple):
+    """A tensor in a copy. is_cut: as the parameter is."""
+
+    key: str
+    dtype: torch.dtype
+    shape: list[int]
+    is_cut: bool
+
+    @property
+    def nbytes(self) -> int:
+        """With what fills it up to the next one."""
+        numel = torch.Size(self.shape).numel()
+        return -(-numel * self.dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
+
+
+@tellable
+class Contents(NamedTuple):
+    """What a copy has of one parameter. plain: of its state, what is no tensor."""
+
+    number: int
+    begin: int
+    end: int
+    tensors: list[KeptTensor]
+    plain: dict[str, Any]
+
+    @staticmethod
+    def of(kept: Kept) -> Contents:
+        tensors = [
+            KeptTensor(key, value.dtype, list(value.shape), is_cut(key, value, kept.parameter))
+            for key, value in _tensors_of(kept)
+        ]
+        plain = {k: value for k, value in kept.state.items() if not isinstance(value, Tensor)}
+        return Contents(kept.number, kept.begin, kept.end, tensors, plain)
+
+
+def _tensors_of(kept: Kept) -> list[tuple[str, Tensor]]:
+    tensors = [pair for pair in kept.state.items() if isinstance(pair[1], Tensor)]
+    return [(_VALUES, kept.parameter.detach()), *tensors]
+
+
+@tellable
+class Moment(NamedTuple):
+    """When copies were made: in this order, and the same on all ranks.
+
+    meeting: of the communicator. number: of the copies made there. n_ranks: of it.
+    """
+
+    meeting: int
+    number: int
+    n_ranks: int
+
+
+class _Copy:
+    """One rank's shards at one moment, packed."""
+
+    def __init__(self, contents: list[Contents], device: torch.device) -> None:
+        self.contents = contents
+        sizes = [tensor.nbytes for one in contents for tensor in one.tensors]
+        self._offsets = list(accumulate(sizes, initial=0))
+        self.data = torch.empty(self._offsets[-1], dtype=torch.uint8, device=device)
+        self._targets: list[Tensor] = []  # where pack() writes
+
+    def pack(self, kept: Sequence[Kept]) -> None:
+        tensors = [(one.parameter, value) for one in kept for _, value in _tensors_of(one)]
+        if not self._targets:
+            self._targets = [
+                _laid_out(segment, tensor, parameter)
+                for (_, tensor, segment), (parameter, _) in zip(
+                    self.segments(), tensors, strict=True
+                )
+            ]
+        if tensors:
+            torch._foreach_copy_(self._targets, [value for _, value in tensors])
+
+    def segments(self) -> list[tuple[Contents, KeptTensor, Tensor]]:
+        """Each tensor's elements: of one that is cut, in the order of the parameter's memory."""
+        tensors = [(one, tensor) for one in self.contents for tensor in one.tensors]
+        found = []
+        for (one, tensor), begin in zip(tensors, self._offsets, strict=False):
+            nbytes = torch.Size(tensor.shape).numel() * tensor.dtype.itemsize
+            found.append((one, tensor, self.data[begin : begin + nbytes].view(tensor.dtype)))
+        return found
+
+
+def _laid_out(segment: Tensor, tensor: KeptTensor, parameter: Parameter) -> Tensor:
+    """A view on the segment, of the shape of what is packed there."""
+    if not tensor.is_cut:
+        return segment.view(tensor.shape)
+    return segment.as_strided(parameter.size(), strides_of(parameter))
+
+
+class ShardCopies:
+    """Of one ShardedOptimizer.
+
+    counted: when the copies were made of the last step that counts; None: of none.
+    """
+
+    def __init__(self) -> None:
+        self.counted: Moment | None = None
+        self._held: dict[tuple[Moment, int], _Copy] = {}  # by moment and rank at that moment
+        self._spare: list[_Copy] = []  # memory that the next copies take
+        self._contents: list[list[Contents]] = []  # by rank, as of the last copies
+        self._ring: list[int] = []  # each rank's copy is on the next one
+
+    def keep(self, comm: Transport, kept: Sequence[Kept]) -> None:
+        """Makes the copies of this step, which counts when this returns. Collective."""
+        with called_by(_CALL):
+            moment = self._begin(comm, [Contents.of(one) for one in kept])
+            packed = self._room(self._contents[comm.rank], comm.device)
+            packed.pack(kept)
+            self._held[moment, comm.rank] = packed
+            if comm.world_size > 1:
+                place = self._ring.index(comm.rank)
+                src, dst = self._ring[place - 1], self._ring[(place + 1) % comm.world_size]
+                copy = self._room(self._contents[src], comm.device)
+                _pass_on(comm, packed.data, dst, copy.data, src)
+                self._held[moment, src] = copy
+            comm.barrier()  # all have theirs
+        self.counted = moment
+        self._spare = [copy for (when, _), copy in self._held.items() if when != moment]
+        self._held = {key: copy for key, copy in self._held.items() if key[0] == moment}
+
+    def _begin(self, comm: Transport, own: list[Contents]) -> Moment:
+        """Agrees with the other ranks on when this is, and lets all know what the copies have,
+        where that has changed.
+        """
+        meeting, last = comm.membership.number, self.counted
+        is_first = last is None or last.meeting != meeting
+        has_changed = is_first or self._contents[comm.rank] != own
+        number = 0 if last is None or is_first else last.number + 1
+        vote = torch.tensor([has_changed, number], dtype=torch.int64, device=comm.device)
+        comm.all_reduce(vote, "max")
+        has_changed, number = on_host(comm, vote).tolist()
+        if has_changed:
+            told = gather_objects(comm, (own, host_identity()), _CALL)
+            self._contents = [contents for contents, _ in told]
+            self._ring = _across_hosts([host for _, host in told])
+        return Moment(meeting, number, comm.world_size)
+
+    def _room(self, contents: list[Contents], device: torch.device) -> _Copy:
+        """For a copy of these, where the one before the last was if it had the same."""
+        for copy in self._spare:
+            if copy.contents is contents:
+                self._spare.remove(copy)
+                return copy
+        return _Copy(contents, device)
+
+    def told(self) -> list[tuple[tuple[Moment, int], list[Contents]]]:
+        """What the other ranks need to know of the copies here."""
+        return [(key, copy.contents) for key, copy in self._held.items()]
+
+    def find(self, moment: Moment, rank: int) -> _Copy:
+        return self._held[moment, rank]
+
+
+def _across_hosts(hosts: Sequence[str]) -> list[int]:
+    """The ranks in an order in which those of one host follow each other only if they must."""
+    places = [hosts[:rank].count(host) for rank, host in enumerate(hosts)]
+    return sorted(range(len(hosts)), key=lambda rank: (places[rank], rank))
+
+
+def _pass_on(comm: Transport, data: Tensor, dst: int, copy: Tensor, src: int) -> None:
+    sent, received = [0] * comm.world_size, [0] * comm.world_size
+    sent[dst], received[src] = data.numel(), copy.numel()
+    comm.all_to_all_single(copy, data, received, sent)
+
+
+# ---- when the ranks have met anew ----------------------------------------------------------------
+
+
+def put_together(
+    comm: Transport, copies: ShardCopies | None, parameters: Sequence[Parameter]
+) -> dict[Parameter, State]:
+    """Gives every rank the parameters as they were when the last step counted, and returns their
+    whole states. Collective: who has no copies takes part, too, and where nobody has, nothing is
+    changed. Raises FastcommError, on every rank, where both a rank and the one that has its copy
+    are lost.
+
+    parameters: the optimizer's, in the order of their numbers.
+    """
+    own = None if copies is None else (copies.counted, copies.told())
+    told = gather_objects(comm, own, _CALL)
+    if all(one is None for one in told):
+        return {}
+    last = max((one[0] for one in told if one is not None and one[0] is not None), default=None)
+    if last is None:
+        raise FastcommError(
+            "a rank was lost before the ranks' shards had their first copies: load a checkpoint on "
+            "every rank"
+        )
+    by_rank = [{} if one is None else dict(one[1]) for one in told]
+    holders = _holders(last, by_rank)
+    whole: dict[Parameter, State] = {}
+    for rank, holder in enumerate(holders):
+        if copies is not None and holder == comm.rank:
+            copy = copies.find(last, rank)
+        else:
+            copy = _Copy(by_rank[holder][last, rank], comm.device)
+        if copy.data.numel():
+            comm.broadcast(copy.data, holder)
+        _unpack(copy, parameters, whole)
+    if copies is not None:
+        copies.counted = last  # it has copies of no later step that counts
+    return {parameter: state for parameter, state in whole.items() if state}
+
+
+def _holders(last: Moment, by_rank: Sequence[Container[tuple[Moment, int]]]) -> list[int]:
+    """Who has each former rank's copy of that moment. by_rank: what each has."""
+    holders = []
+    for former in range(last.n_ranks):
+        having = [rank for rank, keys in enumerate(by_rank) if (last, former) in keys]
+        if not having:
+            raise FastcommError(
+                f"the shards of rank {former} are lost, and so is the rank that had a copy of "
+                "them: load a checkpoint on every rank"
+            )
+        holders.append(having[0])
+    return holders
+
+
+@torch.no_grad()
+def _unpack(copy: _Copy, parameters: Sequence[Parameter], whole: dict[Parameter, State]) -> None:
+    """Adds to the whole states what a copy has, and gives the parameters its elements."""
+    for one in copy.contents:
+        whole.setdefault(parameters[one.number], {}).update(one.plain)
+    for one, tensor, segment in copy.segments():
+        parameter = parameters[one.number]
+        state = whole[parameter]
+        if tensor.key == _VALUES:
+            in_memory_order(parameter)[one.begin : one.end].copy_(segment)
+        elif not tensor.is_cut:
+            state[tensor.key] = segment.view(tensor.shape).clone()
+        else:
+            if tensor.key not in state:
+                state[tensor.key] = empty_like(parameter, tensor.dtype)
+            in_memory_order(state[tensor.key])[one.begin : one.end].copy_(segment)
