@@ -1,6 +1,6 @@
 """Steps that a training keeps while it loses ranks: every so often one of them is killed, and
-another process comes in its place. Beside it stands the same training undisturbed and, where
-torchft is installed, the same script over torchft.
+another process comes in its place. Beside it stands the same training undisturbed; the same with a
+ShardedOptimizer; and, where torchft is installed, the same script over torchft.
 
     python -m fastcomm bench elastic                      4 ranks, 2 minutes each, a kill every 15 s
     python -m fastcomm bench elastic --seconds 600 --json elastic.json
@@ -105,6 +105,8 @@ def started_at(pid: int) -> str:
 def train(task: Task) -> None:
     model, optimizer = new_model()  # before init(), from which on the others wait for it
     reducer = fastcomm.Reducer(fastcomm.init(timeout=PATIENCE)).attach(model)
+    if task.way == "sharded":
+        optimizer = fastcomm.ShardedOptimizer(reducer, type(optimizer), **optimizer.defaults)
     task.start()
     sizes = Sizes()
 
@@ -171,7 +173,12 @@ def serve_lighthouse(task: Task) -> None:
     signal.pause()
 
 
-AS_RANK = {"fastcomm": train, "torchft": train_with_torchft, "lighthouse": serve_lighthouse}
+OWN_WAYS = ("fastcomm", "sharded")
+AS_RANK = {
+    **dict.fromkeys(OWN_WAYS, train),
+    "torchft": train_with_torchft,
+    "lighthouse": serve_lighthouse,
+}
 
 
 # ---- a run ---------------------------------------------------------------------------------------
@@ -206,7 +213,7 @@ class Run:
         return list(Path(self.task.folder).glob(pattern))
 
     def _start(self) -> None:
-        if self.task.way == "fastcomm":
+        if self.task.way in OWN_WAYS:
             ranks = ["--ranks", str(self.task.ranks), "--threads", "1", "--replace", "1000"]
             self._open([sys.executable, "-m", "fastcomm", "run", *ranks], self.task, os.environ)
             return
@@ -270,7 +277,7 @@ def main() -> int:
         AS_RANK[task.way](task)
         return 0
     launch.exit_on_sigterm()
-    ways = ["fastcomm"] + ["torchft"] * (importlib.util.find_spec("torchft") is not None)
+    ways = [*OWN_WAYS] + ["torchft"] * (importlib.util.find_spec("torchft") is not None)
     runs = [(way, every) for way in ways for every in (0.0, options.kill_every)]
     random.shuffle(runs)
     done: dict[tuple[str, float], dict[str, Any]] = {}
@@ -281,7 +288,7 @@ def main() -> int:
     rows = [row_of(way, done[way, 0.0], done[way, options.kill_every]) for way in ways]
     print_rows(rows, options)
     report.write_results("elastic", {"rows": rows}, options)
-    return report_wrong([done["fastcomm", every] for every in (0.0, options.kill_every)])
+    return report_wrong([one for (way, _), one in done.items() if way in OWN_WAYS])
 
 
 def row_of(way: str, undisturbed: dict[str, Any], disturbed: dict[str, Any]) -> dict[str, Any]:

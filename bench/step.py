@@ -32,7 +32,8 @@ gradient here has: what is compared is the norm.
 
 "sharded" is fastcomm.ShardedOptimizer: each rank steps its shard, and its step is set beside the
 local one, which steps everything. Printed with it: the bytes of optimizer state of each rank. In
-"shared" all ranks have one copy of the parameters (share_parameters=True).
+"shared" all ranks have one copy of the parameters (share_parameters=True). In "copied" each rank's
+shards have a copy on another rank, as in reducer.elastic(); its step is set beside "sharded".
 """
 
 from __future__ import annotations
@@ -74,7 +75,8 @@ WORDS = {
     "clipped": "with clipping",
     "clipped_by_torch": "with torch's clipping",
 }
-WAYS = ("local", "fastcomm", *WORDS, "sharded", "shared", "ddp", "ddp_views")
+SHARDED_WAYS = ("sharded", "shared", "copied")
+WAYS = ("local", "fastcomm", *WORDS, *SHARDED_WAYS, "ddp", "ddp_views")
 BFLOAT16_WAYS = ("fastcomm_bf16", "ddp_bf16")  # over NCCL
 # What a way gives to its reducer, and to DDP.
 REDUCED: dict[str, dict[str, Any]] = {
@@ -88,7 +90,7 @@ WRAPPED: dict[str, dict[str, Any]] = {
 }
 MAX_NORM = 1e9  # that no gradient here has: nothing is scaled
 # Ways whose step is set beside another's, and the other.
-BESIDE = {"sharded": "local", **dict.fromkeys(WORDS, "fastcomm")}
+BESIDE = {"sharded": "local", "copied": "sharded", **dict.fromkeys(WORDS, "fastcomm")}
 USUAL_WAYS = ("local", "fastcomm", "ddp", "ddp_views")
 
 
@@ -269,10 +271,13 @@ def make_optimizer(
     way: str, model: torch.nn.Module, reducer: Any, name: str
 ) -> torch.optim.Optimizer:
     kind, defaults = OPTIMIZERS[name]
-    if way in ("sharded", "shared"):
-        return fastcomm.ShardedOptimizer(
+    if way in SHARDED_WAYS:
+        sharded = fastcomm.ShardedOptimizer(
             reducer, kind, share_parameters=way == "shared", **defaults
         )
+        if way == "copied":
+            sharded.keep_copies()
+        return sharded
     optimizer: torch.optim.Optimizer = kind(model.parameters(), **defaults)
     if way in ("clipped", "clipped_by_torch"):
         clip_before(optimizer, reducer if way == "clipped" else None)
@@ -349,6 +354,9 @@ def print_result(result: dict[str, Any]) -> None:
             f"optimizer's state on this rank {state['sharded']:.0f} MB of {state['local']:.0f} MB",
             flush=True,
         )
+    if "copied_over_sharded" in result:
+        share = result["copied_over_sharded"]
+        print(f"  with copies on other ranks it takes {share:.3f} of that", flush=True)
 
 
 def print_bars(results: dict[str, dict[str, Any]]) -> None:

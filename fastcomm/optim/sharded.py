@@ -102,7 +102,7 @@ class ShardedOptimizer(Optimizer):
         super().__init__([dict(group) for group in plain.param_groups], plain.defaults)
         self._inner = plain  # of this rank's pieces, once there are some
         self.is_torn = self._is_mixed = False  # the ranks' parameters, the state
-        self._overlaps = overlap_gather and reducer.comm.has_streams
+        self.may_be_late = overlap_gather and reducer.comm.has_streams
         self._arrivals: Arrivals | None = None
         # whole, on every rank: of parameters that no bucket has, because they are frozen now.
         # Adagrad makes some before the first step, of frozen ones, too.
@@ -276,7 +276,7 @@ class ShardedOptimizer(Optimizer):
         self._aside = {p: state for p, state in self._aside.items() if p not in self._parts}
         self._use(inner)
         model = self.reducer.attached_model()
-        if self._overlaps and isinstance(model, Module):
+        if self.may_be_late and isinstance(model, Module):
             self._arrivals = Arrivals(model, [bucket.parameters for bucket in buckets])
         self._barrier = shards.StepBarrier(self.comm)
         self.comm.barrier()  # as at the end of attach(): the state may be used on any stream
@@ -445,11 +445,6 @@ class ShardedOptimizer(Optimizer):
         return self.reducer.comm
 
     # -- in elastic() ------------------------------------------------------------------------------
-
-    @property
-    def may_be_late(self) -> bool:
-        """For elastic(): step() does not wait for the other ranks' parameters."""
-        return self._overlaps
 
     @property
     def options(self) -> GroupOptions:

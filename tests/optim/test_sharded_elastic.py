@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import time
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.utils._pytree import tree_map_only
 
 import fastcomm
 from fastcomm import FastcommError
 from fastcomm.optim import shard_copies
-from tests.reducer.features.test_elastic import Training, _check_trajectory, _run
+from fastcomm.optim.shard_copies import ShardCopies
+from tests.reducer.features.test_elastic import STEPS, Training, _check_trajectory, _run
 from tests.support.bodies import Place, communicator, leave, note, wait_for_note
 from tests.support.outcomes import values_of
 from tests.support.transports import EVERY_TRANSPORT
@@ -61,16 +64,20 @@ def _die_in(training: ShardedTraining, when: str) -> None:
         shard_copies._pass_on = die
 
 
-@over_every_transport
-@pytest.mark.parametrize("victim", [0, 2])
+_WHEN = [
+    "before backward",
+    "inside backward",
+    "before its step",
+    "before its parameters are sent",
+    "before its copy is sent",
+]
+
+
 @pytest.mark.parametrize(
-    "when",
+    "backend, when, victim",
     [
-        "before backward",
-        "inside backward",
-        "before its step",
-        "before its parameters are sent",
-        "before its copy is sent",
+        *itertools.product(["shm"], _WHEN, [0, 2]),
+        *itertools.product(sorted({*EVERY_TRANSPORT} - {"shm"}), _WHEN[3:], [1]),
     ],
 )
 def test_the_ranks_that_are_left_go_on_from_the_last_step_that_counted(backend, when, victim):
@@ -154,6 +161,212 @@ def test_one_rank_may_be_all_that_is_left():
     ends = values_of(_run("shm", 3, _lose_all_others), 1, 2)
     assert [one[0] for one in ends] == [[3] * 3 + [2] * 3 + [1] * 6]
     _check_trajectory("shm", ends)
+
+
+def _lose_another_before_its_shards_have_copies(place: Place) -> Any:
+    """Of 4 ranks, 1 is lost, and 3 when the rest have put the shards together and cut them anew."""
+    training = ShardedTraining(place, communicator(place))
+    keep = ShardCopies.keep
+
+    def die(self: ShardCopies, comm: Any, kept: Any) -> None:
+        if comm.world_size == 3:
+            leave(place, comm, "killed")
+        keep(self, comm, kept)
+
+    if place.rank == 3:
+        ShardCopies.keep = die
+    for step in training.loop():
+        if step == 5 and place.rank == 1:
+            leave(place, training.reducer.comm, "killed")
+        training.make(step)
+    return training.end()
+
+
+@over_every_transport
+def test_copies_stay_until_the_shards_that_are_cut_anew_have_theirs(backend):
+    ends = values_of(_run(backend, 4, _lose_another_before_its_shards_have_copies), 1, 3)
+    assert [one[0] for one in ends] == [[4] * 5 + [2] * 7] * 2
+    _check_trajectory(backend, ends)
+
+
+def _lose_one_before_the_first_copies(place: Place) -> str:
+    training = ShardedTraining(place, communicator(place))
+    if place.rank == 1:
+        shard_copies._pass_on = lambda *_: leave(place, training.reducer.comm, "killed")
+    with pytest.raises(FastcommError) as caught:
+        next(training.loop())
+    return str(caught.value)
+
+
+def test_a_rank_that_is_lost_before_the_first_copies_is_an_error_on_all():
+    for seen in values_of(_run("shm", 3, _lose_one_before_the_first_copies), 1):
+        assert seen.startswith("a rank was lost before the ranks' shards had their first copies")
+
+
+# ---- optimizers, options, and what a loop does ---------------------------------------------------
+
+_KINDS = {
+    "share_parameters": (torch.optim.Adam, {"share_parameters": True}),
+    "keep_gradients": (torch.optim.Adam, {"keep_gradients": True}),
+    "whole parameters": (torch.optim.Adam, {"elementwise": False}),
+    "no state": (torch.optim.SGD, {}),
+    "state from the start": (torch.optim.Adagrad, {}),
+    "state of another shape": (torch.optim.Adafactor, {}),
+}
+
+
+def _train(place: Place, kind: str, victim: int | None) -> Any:
+    """On two ranks from the sixth step on, where the third is lost or leaves."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1))
+    reducer = fastcomm.Reducer(communicator(place), bucket_cap_mb=1e-4).attach(model)
+    optimizer_class, options = _KINDS[kind]
+    optimizer = fastcomm.ShardedOptimizer(reducer, optimizer_class, lr=0.1, **options)
+    for step in reducer.elastic(range(12), state=[optimizer]):
+        if step == 5 and place.rank == victim:
+            leave(place, reducer.comm, "killed")
+        random = torch.Generator().manual_seed(step)
+        optimizer.zero_grad()
+        # the same on all ranks: the mean is that of any number of them
+        model(torch.randn(4, 6, generator=random)).square().mean().backward()
+        reducer.clip_grad_norm_(0.5)
+        optimizer.step()
+    reducer.check_in_sync(optimizer)
+    return model.state_dict(), optimizer.full_state_dict()
+
+
+@pytest.mark.parametrize("kind", _KINDS)
+def test_every_kind_of_sharding_outlives_a_rank(kind):
+    expected, *_ = values_of(_run("shm", 2, _train, kind, None))
+    for seen in values_of(_run("shm", 3, _train, kind, 1), 1):
+        torch.testing.assert_close(seen, expected, rtol=1e-5, atol=1e-6)
+
+
+def _lose_one_while_clipping(place: Place, call: str) -> Any:
+    """The gradients are reduced, and the ranks add up their shards' norms, or infinities."""
+    training = ShardedTraining(place, communicator(place))
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0, growth_interval=10**6)
+    reducer, optimizer = training.reducer, training.optimizer
+    for step in reducer.elastic(training._batches(), state=[optimizer, scaler]):
+        step = reducer.n_rounds
+        optimizer.zero_grad()
+        scaler.scale(training.loss(step)).backward()
+        if step == 5 and place.rank == 2:
+            leave(place, reducer.comm, "killed")
+        if call == "unscale_":
+            scaler.unscale_(optimizer)
+        else:
+            getattr(reducer, call)(*[1e9][: call == "clip_grad_norm_"])
+        scaler.step(optimizer)
+        scaler.update()
+        if not reducer.skipped:
+            training.sizes.append(reducer.comm.world_size)
+    assert scaler.get_scale() == 2.0
+    return training.end()
+
+
+@pytest.mark.parametrize("call", ["grad_norm", "clip_grad_norm_", "nonfinite_count", "unscale_"])
+def test_a_rank_may_be_lost_between_the_backward_and_the_step(call):
+    ends = values_of(_run("shm", 3, _lose_one_while_clipping, call), 2)
+    assert [one[0] for one in ends] == [[3] * 5 + [2] * 7] * 2
+    _check_trajectory("shm", ends)
+
+
+def _train_two_models(place: Place) -> Any:
+    """A process comes in place of one that is lost when a step of the first model has counted."""
+    n_ranks = place.world_size - 1
+    own = dataclasses.replace(place, world_size=n_ranks)
+    if place.rank == n_ranks:
+        wait_for_note(place, "left_at")
+        own = dataclasses.replace(own, rank=1)
+    comm = communicator(own)
+    torch.manual_seed(0)
+    models = [nn.Linear(6, 8), nn.Linear(8, 1)]
+    reducers = [fastcomm.Reducer(comm).attach(model) for model in models]
+    optimizers = [
+        fastcomm.ShardedOptimizer(one, torch.optim.SGD, lr=0.1, momentum=0.9) for one in reducers
+    ]
+    last = 10**9
+    while_there_are = iter(lambda: reducers[0].n_rounds < last, False)
+    for _ in reducers[0].elastic(while_there_are, state=optimizers):
+        step, comm = reducers[0].n_rounds, reducers[0].comm
+        if comm.membership.is_rebuilt and comm.world_size == n_ranks:
+            last = min(last, step + 3)
+        for i, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+            optimizer.zero_grad()
+            model(torch.ones(4, model.in_features)).square().mean().backward()
+            if (step, i, place.rank) == (3, 1, 1):
+                leave(place, comm, "exits at once")
+            optimizer.step()
+        time.sleep(0.01)
+    for reducer, optimizer in zip(reducers, optimizers, strict=True):
+        reducer.check_in_sync(optimizer)
+    ends = [one.full_state_dict() for one in optimizers], [one.state_dict() for one in models]
+    return [one.n_rounds for one in reducers], ends
+
+
+@over_every_transport
+def test_two_models_each_go_on_from_their_own_last_step(backend):
+    (rounds, ends), *others = values_of(_run(backend, 4, _train_two_models), 1)
+    assert rounds[0] == rounds[1] + 1  # a step of the second model nobody has made
+    for other in others:
+        torch.testing.assert_close(other, (rounds, ends), rtol=0, atol=0)
+
+
+def _unfreeze_in_the_loop(place: Place) -> Any:
+    training = ShardedTraining(place, communicator(place))
+    first = training.model[0].weight
+    for step in training.loop():
+        if step in (2, 4):
+            first.requires_grad_(step == 4)
+            training.optimizer.zero_grad()
+            training.reducer.refresh()
+        if step == 3 and place.rank == 1:
+            leave(place, training.reducer.comm, "killed")
+        training.make(step)
+    return training.end()
+
+
+def test_the_state_of_a_frozen_parameter_outlives_a_rank():
+    ends = values_of(_run("shm", 3, _unfreeze_in_the_loop), 1)
+    for _, model, optimizer in ends:
+        assert optimizer["state"][0]["step"].item() == STEPS - 2
+        torch.testing.assert_close((model, optimizer), ends[0][1:], rtol=0, atol=0)
+
+
+# ---- what is refused, and where copies are -------------------------------------------------------
+
+
+def _refuse(place: Place) -> list[str]:
+    seen = []
+    training = ShardedTraining(place, communicator(place), overlap_gather=True)
+    if place.transport == "nccl":
+        with pytest.raises(ValueError) as caught:
+            training.loop().send(None)
+        seen.append(str(caught.value))
+    if place.rank == 1:
+        leave(place, training.reducer.comm, "killed")
+    with pytest.raises(fastcomm.PeerLostError):
+        training.make(0)
+    training.reducer.comm.rebuild()
+    with pytest.raises(ValueError) as caught:
+        training.reducer.refresh()
+    return [*seen, str(caught.value)]
+
+
+def test_what_the_copies_do_not_cover_is_refused():
+    (seen,) = values_of(_run("nccl", 2, _refuse), 1)
+    assert ["overlap_gather=True some are" in seen[0], "takes its shards of" in seen[1]] == [
+        True
+    ] * 2
+
+
+@pytest.mark.parametrize(
+    "hosts, ring",
+    [("aaa", [0, 1, 2]), ("aabb", [0, 2, 1, 3]), ("abab", [0, 1, 2, 3]), ("aab", [0, 2, 1])],
+)
+def test_copies_lie_on_other_hosts_where_there_are_any(hosts, ring):
+    assert shard_copies._across_hosts(hosts) == ring
 
 
 # ---- a rank comes --------------------------------------------------------------------------------

@@ -149,19 +149,19 @@ def _agreeing(unscale: Callable[..., Any], kind: type[Stepper]) -> Callable[...,
     @functools.wraps(unscale)
     def agreed(scaler: GradScaler, optimizer: Any, *args: Any) -> dict[torch.device, Tensor]:
         held = optimizer.held() if isinstance(optimizer, kind) else None
-        found: dict[torch.device, Tensor]
-        if held is not None and skipped_nonfinite(optimizer) is None:
-            found = unscale(scaler, SimpleNamespace(param_groups=[{"params": held}]), *args)
-            device = optimizer.comm.device
-            number = found.get(device, torch.zeros((), device=device))
-            try:
-                with called_by("GradScaler.unscale_()"):
-                    optimizer.comm.all_reduce(number, "max")
-                return {device: number}
-            except FastcommError as error:
-                if not optimizer.reducer.outlives_step(error):
-                    raise
-        found = unscale(scaler, optimizer, *args)
-        return found
+        if held is None or skipped_nonfinite(optimizer) is not None:
+            found: dict[torch.device, Tensor] = unscale(scaler, optimizer, *args)
+            return found
+        found = unscale(scaler, SimpleNamespace(param_groups=[{"params": held}]), *args)
+        device = optimizer.comm.device
+        number = found.get(device, torch.zeros((), device=device))
+        try:
+            with called_by("GradScaler.unscale_()"):
+                optimizer.comm.all_reduce(number, "max")
+        except FastcommError as error:
+            if not optimizer.reducer.outlives_step(error):
+                raise
+            number = torch.zeros_like(number)  # as of every step that is dropped
+        return {device: number}
 
     return agreed
