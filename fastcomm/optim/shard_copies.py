@@ -98,11 +98,11 @@ class Moment(NamedTuple):
 class _Copy:
     """One rank's shards at one moment, packed."""
 
-    def __init__(self, contents: list[Contents], device: torch.device) -> None:
+    def __init__(self, contents: list[Contents], comm: Transport) -> None:
         self.contents = contents
         sizes = [tensor.nbytes for one in contents for tensor in one.tensors]
         self._offsets = list(accumulate(sizes, initial=0))
-        self.data = torch.empty(self._offsets[-1], dtype=torch.uint8, device=device)
+        self.data = comm.empty(self._offsets[-1], dtype=torch.uint8)
         self._targets: list[Tensor] = []  # where pack() writes
 
     def pack(self, kept: Sequence[Kept]) -> None:
@@ -151,13 +151,13 @@ class ShardCopies:
         """Makes the copies of this step, which counts when this returns. Collective."""
         with called_by(_CALL):
             moment = self._begin(comm, [Contents.of(one) for one in kept])
-            packed = self._room(self._contents[comm.rank], comm.device)
+            packed = self._room(self._contents[comm.rank], comm)
             packed.pack(kept)
             self._held[moment, comm.rank] = packed
             if comm.world_size > 1:
                 place = self._ring.index(comm.rank)
                 src, dst = self._ring[place - 1], self._ring[(place + 1) % comm.world_size]
-                copy = self._room(self._contents[src], comm.device)
+                copy = self._room(self._contents[src], comm)
                 _pass_on(comm, packed.data, dst, copy.data, src)
                 self._held[moment, src] = copy
             comm.barrier()  # all have theirs
@@ -182,13 +182,13 @@ class ShardCopies:
             self._ring = _across_hosts([host for _, host in told])
         return Moment(meeting, number, comm.world_size)
 
-    def _room(self, contents: list[Contents], device: torch.device) -> _Copy:
+    def _room(self, contents: list[Contents], comm: Transport) -> _Copy:
         """For a copy of these, where the one before the last was if it had the same."""
         for copy in self._spare:
             if copy.contents is contents:
                 self._spare.remove(copy)
                 return copy
-        return _Copy(contents, device)
+        return _Copy(contents, comm)
 
     def told(self) -> list[tuple[tuple[Moment, int], list[Contents]]]:
         """What the other ranks need to know of the copies here."""
@@ -240,7 +240,7 @@ def put_together(
         if copies is not None and holder == comm.rank:
             copy = copies.find(last, rank)
         else:
-            copy = _Copy(by_rank[holder][last, rank], comm.device)
+            copy = _Copy(by_rank[holder][last, rank], comm)
         if copy.data.numel():
             comm.broadcast(copy.data, holder)
         _unpack(copy, parameters, whole)

@@ -132,8 +132,8 @@ void shm_free_comm(struct shm_comm *comm);
  * `bounds`: for the kinds with shards. Rank r's shard is [bounds[r], bounds[r + 1]), in elements.
  * Also for ALL_TO_ALL with parts that differ in size: a row for every rank, with where its parts
  * begin, by the rank they are for, and where the last one ends; numel is world_size times the
- * longest part then, and all tensors are SHM_PRIVATE. Else NULL. They are equal on all ranks, and
- * must stay alive until the collective is complete. */
+ * longest part then, and an input after which the segment ends sooner is SHM_PRIVATE. Else NULL.
+ * They are equal on all ranks, and must stay alive until the collective is complete. */
 int shm_post(struct shm_comm *comm, const struct shm_descriptor *descriptor, const void *input,
              void *output, const struct shm_piece *pieces, size_t n_pieces, const uint64_t *bounds,
              struct shm_counting counting, uint32_t *seq);

@@ -230,7 +230,9 @@ cdef class ShmCommunicator:
         work.ring, work.tensors = self.ring, (inp, out)
         rows = [accumulate(row, initial=0) for row in parts.of_all]
         work.take_bounds(tuple(chain.from_iterable(rows)))
-        d.numel, d.where = parts.numel, SHM_PRIVATE
+        d.numel = parts.numel
+        if d.where > self.ring.arena.nbytes - d.numel * inp.itemsize:  # or SHM_PRIVATE anyway
+            d.where = SHM_PRIVATE
         self.ring.post(&d, input, output, work)
         if async_op:
             return work
