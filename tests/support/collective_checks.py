@@ -15,6 +15,7 @@ from torch import Tensor
 from fastcomm.comm.communicator import Communicator
 from tests.support.reference import (
     OPS,
+    PLACES,
     assert_reduced,
     assert_same_bits,
     check_all_reduce,
@@ -178,12 +179,14 @@ def check_unequal_parts(comm: Communicator, numel_of: Callable[[int, int], int])
     ranks = range(comm.world_size)
     sent = [[numel_of(src, dst) for dst in ranks] for src in ranks]
     shards = [torch.arange(3.0 * sum(row)).view(-1, 3) + 1000 * src for src, row in enumerate(sent)]
-    inp = shards[comm.rank].to(comm.device, copy=True)
-    out_splits = [row[comm.rank] for row in sent]
-    out = torch.zeros(sum(out_splits), 3, device=comm.device)
-    comm.all_to_all_single(out, inp, out_splits, sent[comm.rank])
     own = [shards[src].split(sent[src])[comm.rank] for src in ranks]
-    assert_same_bits(out.cpu(), torch.cat(own))
+    out_splits = [row[comm.rank] for row in sent]
+    for where in PLACES:
+        inp = placed(comm, where, shards[comm.rank].flatten()).view(-1, 3)
+        out = torch.zeros(sum(out_splits), 3, device=comm.device)
+        comm.all_to_all_single(out, inp, out_splits, sent[comm.rank])
+        with naming(where):
+            assert_same_bits(out.cpu(), torch.cat(own))
 
 
 CHECKS = {
