@@ -729,12 +729,13 @@ class Reducer(ReducerFlags):
 
     def outlives_step(self, error: BaseException) -> bool:
         """For a ShardedOptimizer, whose step has failed, or what the ranks do together before it:
-        whether the training goes on. Then they drop the step.
+        whether the training goes on. Then they drop the step, and meet anew.
         """
         elastic = self.find(Elastic)
-        if elastic is None or not isinstance(error, FastcommError) or not self._outlives(error):
+        if elastic is None or not isinstance(error, FastcommError) or not elastic.outlives(error):
             return False
         elastic.drop_step(self, error)
+        self.drop_step()
         return True
 
     def _backward_was_dropped(self) -> None:

@@ -272,6 +272,46 @@ def test_a_rank_may_be_lost_between_the_backward_and_the_step(call):
     _check_trajectory("shm", ends)
 
 
+def _lose_one_in_the_first_of_two_steps(place: Place) -> Any:
+    training = ShardedTraining(place, communicator(place))
+    for _ in training.reducer.elastic(range(4), state=[training.optimizer]):
+        for i in range(2):
+            step = training.reducer.n_rounds
+            if (step, i, place.rank) == (4, 0, 2):
+                _die_in(training, "before its parameters are sent")
+            training.make(step)
+    return training.end()
+
+
+def test_a_loop_may_go_on_to_another_step_after_one_that_was_dropped():
+    ends = values_of(_run("shm", 3, _lose_one_in_the_first_of_two_steps), 2)
+    assert [one[0] for one in ends] == [[3] * 4 + [2] * 4] * 2
+    _check_trajectory("shm", ends)
+
+
+def _end_by_an_error_in_its_step(place: Place) -> Any:
+    training = ShardedTraining(place, communicator(place))
+    for step in training.loop():
+        if step == 5 and place.rank == 2:
+            training.optimizer._inner.step = _fail
+            with pytest.raises(RuntimeError, match="of the user's own making"):
+                training.make(step)
+            leave(place, training.reducer.comm, "exits at once")
+        training.make(step)
+    return training.end()
+
+
+def _fail() -> None:
+    raise RuntimeError("of the user's own making")
+
+
+@over_every_transport
+def test_the_others_go_on_where_a_rank_ends_by_an_error_in_its_step(backend):
+    ends = values_of(_run(backend, 3, _end_by_an_error_in_its_step), 2)
+    assert [one[0] for one in ends] == [[3] * 5 + [2] * 7] * 2
+    _check_trajectory(backend, ends)
+
+
 def _train_two_models(place: Place) -> Any:
     """A process comes in place of one that is lost when a step of the first model has counted."""
     n_ranks = place.world_size - 1

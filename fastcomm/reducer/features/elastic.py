@@ -177,6 +177,7 @@ class Elastic(RoundExtension):
         self._steppers = [one for one in steppers if one is not None]
         self._n_before: dict[Reducer, int] = {}  # n_rounds when the step under way began
         self._was_dropped = False  # what was made of the last batches
+        self._must_meet = False  # some ranks may have made a step that others have dropped
         self.outlived: FastcommError | None = None  # why the step under way is dropped
         self._last_look = 0.0
 
@@ -223,7 +224,7 @@ class Elastic(RoundExtension):
             self._n_before = {one: one.n_rounds for one in self._reducers}
             taken.append(coming.pop(0))
             yield taken[-1]
-            if self.outlived is not None and self._comm.failure is not None:
+            if self._must_meet or (self.outlived is not None and self._comm.failure is not None):
                 self._go_on()
             self.outlived = None
 
@@ -282,7 +283,7 @@ class Elastic(RoundExtension):
     def drop_step(self, reducer: Reducer, error: FastcommError) -> None:
         """The gradients are reduced, and not all ranks can step with them: they are made again."""
         self.outlived = self.outlived or error.with_traceback(None)
-        self._was_dropped = True
+        self._was_dropped = self._must_meet = True
         stepper = reducer.stepper()
         n_made = 0 if stepper is None else stepper.n_rounds_counted  # of two steps, the first
         reducer.n_rounds = max(self._n_before[reducer], n_made)
@@ -296,7 +297,7 @@ class Elastic(RoundExtension):
 
     def _go_on(self) -> None:
         """Brings the ranks together anew, and makes them equal. What was accumulated is gone."""
-        self._was_dropped = True
+        self._was_dropped, self._must_meet = True, False
         while True:
             for stepper in self._steppers:
                 stepper.stand_aside()

@@ -107,7 +107,8 @@ class ShardedBy(RoundExtension):
         """Raises FastcommError where a round would overwrite gradients, or its gradients be of
         different parameters.
         """
-        if self.stepper().is_torn:
+        stepper = self.stepper()
+        if stepper.is_torn and not stepper.reducer.skipped:  # else elastic() drops this round, too
             raise FastcommError(
                 "a step of the ShardedOptimizer has failed, after which the ranks' parameters "
                 "differ: call refresh() on every rank, which copies rank 0's"
