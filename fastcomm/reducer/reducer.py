@@ -904,8 +904,9 @@ class Reducer(ReducerFlags):
         Raises ValueError for reducers with a hook, LocalSGD, DiLoCo, or a ShardedOptimizer with
         overlap_gather, and inside join(); TypeError for a state without state_dict() and
         load_state_dict();
-        FastcommError for ranks of a torch.distributed group. While it runs: FastcommError where an
-        optimizer keeps state that was not given; as comm.rebuild() and refresh().
+        FastcommError for ranks of a torch.distributed group, and inside another such loop. While it
+        runs: FastcommError where an optimizer keeps state that was not given; as comm.rebuild() and
+        refresh().
         """
         return elastic(self, iter(batches), list(state))
 

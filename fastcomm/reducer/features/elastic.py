@@ -190,6 +190,11 @@ class Elastic(RoundExtension):
         return sum(one.n_rounds for one in self._reducers)
 
     def loop(self, batches: Iterator[T]) -> Iterator[T]:
+        if any(one.find(Elastic) for one in self._reducers):
+            raise FastcommError(
+                f"elastic() is under way already on rank {self._comm.rank}: leave that loop first, "
+                "or call close() of what elastic() has returned"
+            )
         watch_scalers()
         for one in self._reducers:
             one.install(self)

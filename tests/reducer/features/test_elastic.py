@@ -114,6 +114,25 @@ def _check_trajectory(backend: str, ends: list[Any]) -> None:
         torch.testing.assert_close((model, optimizer), start, rtol=0, atol=0)
 
 
+def _loop_in_a_loop(place: Place) -> list[str]:
+    training, seen = Training(place, communicator(place)), []
+    outer = training.loop()
+    training.make(next(outer))
+    with pytest.raises(FastcommError) as caught:
+        next(training.loop())
+    seen.append(str(caught.value))
+    outer.close()
+    for step in training.loop():
+        training.make(step)
+    return [*seen, str(training.reducer.n_rounds)]
+
+
+def test_a_loop_inside_a_loop_is_refused():
+    for rank, (message, n_rounds) in enumerate(values_of(_run("shm", 2, _loop_in_a_loop))):
+        assert message.startswith(f"elastic() is under way already on rank {rank}: leave that")
+        assert n_rounds == str(STEPS)
+
+
 # ---- a rank is lost ------------------------------------------------------------------------------
 
 
