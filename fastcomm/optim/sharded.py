@@ -605,6 +605,7 @@ class ShardedOptimizer(Optimizer):
         for mine, theirs in zip(self.param_groups, groups, strict=True):
             mine.update(options_of(theirs))
         self._use(inner)
+        self._copy()  # else a rank that is lost in the next step would bring back the former state
 
     def _loaded(
         self, saved: checkpoints.Saved

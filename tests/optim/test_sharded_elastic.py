@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import itertools
 import time
@@ -351,6 +352,27 @@ def test_two_models_each_go_on_from_their_own_last_step(backend):
     assert rounds[0] == rounds[1] + 1  # a step of the second model nobody has made
     for other in others:
         torch.testing.assert_close(other, (rounds, ends), rtol=0, atol=0)
+
+
+def _load_in_the_loop(place: Place, victim: int | None) -> Any:
+    """The state before the third step comes back before the sixth, in which a rank is lost."""
+    training, saved = ShardedTraining(place, communicator(place)), None
+    training.misses_none = False
+    for step in training.loop():
+        if step == 2:
+            saved = copy.deepcopy(training.model.state_dict()), training.optimizer.full_state_dict()
+        if step == 5 and training.reducer.comm.world_size == place.world_size:
+            training.model.load_state_dict(saved[0])
+            training.optimizer.load_full_state_dict(saved[1])
+        if step == 5 and place.rank == victim:
+            leave(place, training.reducer.comm, "killed")
+        training.make(step)
+    return training.end()
+
+
+def test_a_state_that_was_loaded_in_the_loop_outlives_a_rank():
+    for _, _, optimizer in values_of(_run("shm", 3, _load_in_the_loop, 1), 1):
+        assert optimizer["state"][0]["step"].item() == STEPS - 3
 
 
 def _unfreeze_in_the_loop(place: Place) -> Any:
