@@ -171,7 +171,7 @@ class ShardCopies:
         """
         meeting, last = comm.membership.number, self.counted
         is_first = last is None or last.meeting != meeting
-        has_changed = is_first or self._contents[comm.rank] != own
+        has_changed = is_first or not _are_alike(self._contents[comm.rank], own)
         number = 0 if last is None or is_first else last.number + 1
         vote = torch.tensor([has_changed, number], dtype=torch.int64, device=comm.device)
         comm.all_reduce(vote, "max")
@@ -196,6 +196,13 @@ class ShardCopies:
 
     def find(self, moment: Moment, rank: int) -> _Copy:
         return self._held[moment, rank]
+
+
+def _are_alike(told: list[Contents], own: list[Contents]) -> bool:
+    try:
+        return told == own
+    except RuntimeError:  # of tensors in a list, which have no single truth
+        return False
 
 
 def _across_hosts(hosts: Sequence[str]) -> list[int]:

@@ -206,6 +206,23 @@ def test_a_rank_that_is_lost_before_the_first_copies_is_an_error_on_all():
 
 # ---- optimizers, options, and what a loop does ---------------------------------------------------
 
+
+class WithHistory(torch.optim.Optimizer):
+    """Keeps a list of gradients, and numbers of Python's."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                state["n"] = state.get("n", 0) + 1
+                state["last"] = [*state.get("last", []), parameter.grad.clone()][-3:]
+                parameter.add_(sum(state["last"]), alpha=-group["lr"] / state["n"])
+
+
 _KINDS = {
     "share_parameters": (torch.optim.Adam, {"share_parameters": True}),
     "keep_gradients": (torch.optim.Adam, {"keep_gradients": True}),
@@ -213,6 +230,7 @@ _KINDS = {
     "no state": (torch.optim.SGD, {}),
     "state from the start": (torch.optim.Adagrad, {}),
     "state of another shape": (torch.optim.Adafactor, {}),
+    "state of lists and numbers": (WithHistory, {}),
 }
 
 
