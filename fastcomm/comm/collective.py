@@ -187,6 +187,7 @@ def mean_of_addends(sums: Tensor, n: int) -> Tensor:
 
 _RECORDS = 1 << 32
 RECORD = " (record "  # begins one in messages
+SIZES = " (sizes "  # begins a checksum of them
 _RECORD_IN_WORDS = r" \(record [0-9a-f]{8}\)"
 
 
@@ -239,7 +240,8 @@ def sentence(
     step: int = 0,
 ) -> str:
     """A collective in words, for messages. op: for the kinds that have one. root: of the kinds that
-    are ROOTED. label: of a bucket, or of buffers. step: of a bucket; see BoundBucket.launch.
+    are ROOTED. label: of a bucket, or of buffers. step: of a bucket, see BoundBucket.launch; else
+    coalesced.sizes().
     """
     words = f"{kind} of {numel} {name_of(dtype)} elements"
     if kind in ROOTED:
@@ -254,7 +256,11 @@ def sentence(
             words += f" (bucket {bucket - 1} of reducer {reducer})"
         else:
             words += f" (buffers of reducer {reducer - 1})"
-    if step:
+    if step and not label:
+        n_tensors = count_of(step)
+        plural = "s" if n_tensors != 1 else ""
+        words += f" in {n_tensors} tensor{plural}{SIZES}{step // _RECORDS:08x})"
+    elif step:
         n_steps = count_of(step)
         words += f" after {n_steps} step{'s' if n_steps != 1 else ''}{record_in_words(step)}"
     return words
@@ -282,6 +288,12 @@ SEVERAL_REDUCERS = (
     "several models does where ranks use different parameters: give these models one reducer, "
     "attach(torch.nn.ModuleList([...])). Or the ranks have attached their models in different "
     "orders"
+)
+
+
+OTHER_SIZES = (
+    ". all_reduce_coalesced() takes tensors of the same sizes, in the same order, on every rank: "
+    "compare [t.numel() for t in tensors], of which sizes is a checksum"
 )
 
 
@@ -333,6 +345,8 @@ def mismatch(number: int, calls: Iterable[object]) -> str:
         advice = FEWER_STEPS if is_in_step else FEWER_BACKWARDS
     elif len({one for call in words for one in re.findall(r"reducer (\d+)\)", call)}) > 1:
         advice = SEVERAL_REDUCERS
+    elif all(SIZES in call for call in words):
+        advice = OTHER_SIZES
     if any(call.startswith(_FIRST_OF_OBJECTS) for call in words):
         advice += _CALL_ALIKE
     return f"{difference(words)} (number {number} on this communicator): {wanted}{advice}"

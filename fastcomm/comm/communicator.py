@@ -99,6 +99,22 @@ class Communicator(abc.ABC):
         """
 
     @abc.abstractmethod
+    def all_reduce_coalesced(
+        self, tensors: Sequence[Tensor], op: Op = "sum", *, async_op: bool = False
+    ) -> Work | None:
+        """Reduces many tensors over all ranks, in place, as one collective: of small ones, sooner
+        than an all_reduce of each.
+
+        tensors: each as in all_reduce; of one dtype, and without common memory. The ranks compare
+            how many there are, and a checksum of their numbers of elements: one pair of different
+            lists in 2**31 is not noticed if it has as many elements in as many tensors. Over NCCL
+            nobody compares them, as in all_reduce.
+
+        Results are those of an all_reduce of each: to the last bit over shared memory and "group",
+        else but for the order of addition.
+        """
+
+    @abc.abstractmethod
     def broadcast(self, tensor: Tensor, src: int = 0, *, async_op: bool = False) -> Work | None:
         """Copies rank `src`'s `tensor` into every other rank's: contiguous, on `device`, of the
         same numel and dtype on every rank.

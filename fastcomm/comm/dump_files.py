@@ -140,6 +140,7 @@ def in_words(entry: Entry) -> str:
         op=entry.op,
         root=entry.root,
         label=entry.label,
+        step=0 if entry.label else entry.step,
     )
 
 

@@ -292,8 +292,16 @@ class ProcessGroup(dist.ProcessGroup):
     def _all_reduce(
         self, shared: SharedCommunicator, tensors: list[Tensor], op: str, opts: Any
     ) -> c10d.Work:
+        """Makes one call for each dtype: the ranks have the same, in the same order."""
         flats = [tensor.contiguous() for tensor in tensors]
-        calls = [partial(shared.comm.all_reduce, flat, op) for flat in flats]
+        calls = [partial(shared.comm.all_reduce, flats[0], op)]
+        if len(flats) > 1:
+            alike: dict[torch.dtype, list[Tensor]] = {}
+            for flat in flats:
+                alike.setdefault(flat.dtype, []).append(flat)
+            calls = [
+                partial(shared.comm.all_reduce_coalesced, some, op) for some in alike.values()
+            ]
         return shared.run(calls, tensors, list(zip(tensors, flats, strict=True)), is_async(opts))
 
     def broadcast(self, tensors: list[Tensor], opts: Any = _BROADCAST) -> c10d.Work:

@@ -93,16 +93,18 @@ struct shm_descriptor {
     uint32_t label; /* the caller's name for this collective (a bucket's number) */
     uint64_t numel; /* of the input; of SCATTER, of the output */
     uint64_t where; /* offset of the input in the rank's segment, or SHM_PRIVATE */
-    uint64_t step;  /* how many steps the caller has made, and which: see collective.steps_made */
+    uint64_t step;  /* how many steps the caller has made, and which: see collective.steps_made;
+                       without a label, how many tensors are reduced as one, and their sizes */
     double weight, scale;
 };
 #define SHM_PRIVATE UINT64_MAX
 
 /* A part of an all_reduce's input that lies elsewhere: elements [offset, offset + numel) of the
  * tensor are to be taken from `source`. Pieces are sorted by offset and do not overlap. The sources
- * must stay alive until the collective is complete. */
+ * must stay alive until the collective is complete. They are written to only where they are all of
+ * the tensor: see shm_post. */
 struct shm_piece {
-    const void *source;
+    void *source;
     uint64_t offset, numel;
 };
 
@@ -126,7 +128,8 @@ struct shm_comm *shm_open_comm(int rank, int world_size, char *const *segments,
 void shm_free_comm(struct shm_comm *comm);
 
 /* Posts a collective: publishes the descriptor and whatever the peers need to read. `input` and
- * `output` may be the same. Returns the collective's number in `*seq`, or SHM_AGAIN when SHM_RING
+ * `output` may be the same. Both are NULL in an all_reduce whose tensor is its pieces, one behind
+ * the other, and SHM_PRIVATE: the result comes into them. Returns the collective's number in `*seq`, or SHM_AGAIN when SHM_RING
  * collectives are already under way: call shm_make_room first.
  *
  * `bounds`: for the kinds with shards. Rank r's shard is [bounds[r], bounds[r + 1]), in elements.

@@ -155,7 +155,16 @@ static inline bool is_shadow(const struct shm_descriptor *d) {
     return d->kind == SHM_SHADOW;
 }
 
-/* Copies the parts of the pieces inside `range` to where they belong in the tensor. */
+/* Whether the tensor of an all_reduce is its pieces, and lies nowhere else. */
+static inline bool is_scattered(const struct collective *c) {
+    return c->output == NULL && c->n_pieces > 0;
+}
+
+/* Copies elements of an all_reduce's tensor out of it. */
+void shm_read_elements(const struct collective *c, struct range range, char *to);
+
+/* Copies the parts of the pieces inside `range` to where they belong in the tensor, unless it is
+ * scattered. */
 void shm_gather_pieces(const struct collective *c, struct range range);
 
 /* Copies the first chunk of a collective that is being posted into the staging area, if that is

@@ -5,6 +5,49 @@
 /* A block of a result that is counted while it is in the cache. */
 enum { COUNTED_BYTES = 1 << 16 };
 
+/* ---- the tensor of an all_reduce ---- */
+
+/* Elements that lie together, at `data`. */
+struct run {
+    uint64_t begin, end;
+    char *data;
+};
+
+/* The elements from `begin` to `end`, as far as they lie together. `i`: 0 for the first run; then
+ * as the call for the one before has left it. */
+static struct run run_from(const struct collective *c, uint64_t begin, uint64_t end, size_t *i) {
+    size_t itemsize = shm_dtype_size(c->descriptor.dtype);
+    if (!is_scattered(c)) {
+        return (struct run){begin, end, c->output + begin * itemsize};
+    }
+    while (c->pieces[*i].offset + c->pieces[*i].numel <= begin) {
+        ++*i;
+    }
+    const struct shm_piece *piece = &c->pieces[*i];
+    return (struct run){begin, min64(end, piece->offset + piece->numel),
+                        (char *)piece->source + (begin - piece->offset) * itemsize};
+}
+
+void shm_read_elements(const struct collective *c, struct range range, char *to) {
+    size_t itemsize = shm_dtype_size(c->descriptor.dtype), i = 0;
+    while (range.begin < range.end) {
+        struct run run = run_from(c, range.begin, range.end, &i);
+        memcpy(to, run.data, (run.end - run.begin) * itemsize);
+        to += (run.end - run.begin) * itemsize;
+        range.begin = run.end;
+    }
+}
+
+static void write_elements(const struct collective *c, struct range range, const char *from) {
+    size_t itemsize = shm_dtype_size(c->descriptor.dtype), i = 0;
+    while (range.begin < range.end) {
+        struct run run = run_from(c, range.begin, range.end, &i);
+        memcpy(run.data, from, (run.end - run.begin) * itemsize);
+        from += (run.end - run.begin) * itemsize;
+        range.begin = run.end;
+    }
+}
+
 /* ---- the inline path ---- */
 
 bool shm_fits_mailbox(const struct shm_descriptor *d, int world_size) {
@@ -118,13 +161,23 @@ static void reduce_elements(const struct shm_comm *comm, struct collective *c, u
 }
 
 static void reduce_mailboxes(const struct shm_comm *comm, uint32_t seq, struct collective *c,
-                             size_t offset, size_t numel) {
+                             size_t offset, size_t numel, void *output) {
     const void *inputs[SHM_MAX_RANKS];
     for (int r = 0; r < comm->world_size; r++) {
         inputs[r] = control_of(comm, r)->mailbox[seq % SHM_RING] + offset;
     }
-    void *output = c->output;
     reduce_elements(comm, c, 0, numel, inputs, &output, 1);
+}
+
+static void reduce_whole_mailboxes(const struct shm_comm *comm, uint32_t seq,
+                                   struct collective *c) {
+    size_t itemsize = shm_dtype_size(c->descriptor.dtype), i = 0;
+    uint64_t at = 0, end = c->descriptor.numel;
+    while (at < end) {
+        struct run run = run_from(c, at, end, &i);
+        reduce_mailboxes(comm, seq, c, at * itemsize, run.end - at, run.data);
+        at = run.end;
+    }
 }
 
 /* Copies rank r's shard from a copy of the whole tensor. */
@@ -143,11 +196,11 @@ void shm_run_inline(const struct shm_comm *comm, uint32_t seq, struct collective
     switch (d->kind) {
     case SHM_ALL_REDUCE:
     case SHM_REDUCE_SCATTER_V: /* of all shards: there is little */
-        reduce_mailboxes(comm, seq, c, 0, d->numel);
+        reduce_whole_mailboxes(comm, seq, c);
         break;
     case SHM_REDUCE_SCATTER:
         reduce_mailboxes(comm, seq, c, part * (size_t)comm->rank,
-                         d->numel / (uint64_t)comm->world_size);
+                         d->numel / (uint64_t)comm->world_size, c->output);
         break;
     case SHM_BROADCAST:
         if ((int)d->root != comm->rank) {
@@ -188,7 +241,7 @@ static inline char *tensor_of(const struct shm_comm *comm, int rank, uint32_t se
 
 void shm_gather_pieces(const struct collective *c, struct range range) {
     size_t itemsize = shm_dtype_size(c->descriptor.dtype);
-    for (size_t i = 0; i < c->n_pieces; i++) {
+    for (size_t i = 0; i < c->n_pieces && !is_scattered(c); i++) {
         const struct shm_piece *piece = &c->pieces[i];
         uint64_t begin = piece->offset > range.begin ? piece->offset : range.begin;
         uint64_t end = min64(piece->offset + piece->numel, range.end);
@@ -361,14 +414,20 @@ static char *staging_slot(const struct shm_comm *comm, int rank, uint64_t index)
     return control_of(comm, rank)->staging[(comm->chunk + (uint32_t)index) % SHM_STAGING_SLOTS];
 }
 
-/* Copies a chunk but for this rank's own shard, which never leaves the tensor. */
-static void copy_peers_shards(const struct shm_comm *comm, const struct shm_descriptor *d,
-                              uint64_t numel, char *to, const char *from) {
+/* The parts of a chunk of an all_reduce that peers reduce: this rank's own shard, which lies
+ * between them, never leaves the tensor. */
+struct peers_shards {
+    struct range before, behind;
+    size_t offset; /* of the latter in the slot */
+};
+
+static struct peers_shards peers_shards_of(const struct shm_comm *comm,
+                                           const struct shm_descriptor *d, struct range chunk) {
     size_t itemsize = shm_dtype_size(d->dtype);
-    struct range own = shard_of(numel, itemsize, comm->rank, comm->world_size);
-    size_t begin = own.begin * itemsize, end = own.end * itemsize;
-    memcpy(to, from, begin);
-    memcpy(to + end, from + end, numel * itemsize - end);
+    struct range own = shard_of(chunk.end - chunk.begin, itemsize, comm->rank, comm->world_size);
+    return (struct peers_shards){{chunk.begin, chunk.begin + own.begin},
+                                 {chunk.begin + own.end, chunk.end},
+                                 own.end * itemsize};
 }
 
 /* The room in a slot for the piece that is meant for rank `to`. */
@@ -413,14 +472,20 @@ static void copy_in(struct shm_comm *comm, const struct collective *c, uint64_t 
     }
     size_t itemsize = shm_dtype_size(d->dtype);
     struct range chunk = chunk_range(comm, d, index);
-    uint64_t numel = chunk.end - chunk.begin;
-    const char *input = c->input + chunk.begin * itemsize;
     char *area = staging_slot(comm, comm->rank, index);
     if (is_one_hop(comm, d)) {
-        memcpy(area, input, numel * itemsize);
-    } else if (d->kind == SHM_ALL_REDUCE) {
-        copy_peers_shards(comm, d, numel, area, input);
-    } else if (d->kind == SHM_REDUCE_SCATTER) {
+        shm_read_elements(c, chunk, area);
+        return;
+    }
+    if (d->kind == SHM_ALL_REDUCE) {
+        const struct peers_shards theirs = peers_shards_of(comm, d, chunk);
+        shm_read_elements(c, theirs.before, area);
+        shm_read_elements(c, theirs.behind, area + theirs.offset);
+        return;
+    }
+    uint64_t numel = chunk.end - chunk.begin;
+    const char *input = c->input + chunk.begin * itemsize;
+    if (d->kind == SHM_REDUCE_SCATTER) {
         size_t stride = staged_numel(comm, d) * itemsize;
         for (int r = 0; r < comm->world_size; r++) {
             memcpy(area + chunk_numel(comm, d) * itemsize * (size_t)r, input + stride * (size_t)r,
@@ -459,30 +524,46 @@ static bool all_staged(struct shm_comm *comm, uint64_t index) {
     return true;
 }
 
-/* Reduces this rank's shard of a chunk of an all_reduce into `output`, and into its peers' slots,
- * unless each rank reduces all. `inputs` are the ranks' slots; they are changed. */
-static void reduce_chunk(const struct shm_comm *comm, const struct shm_descriptor *d,
-                         uint64_t numel, const void **inputs, char *output) {
-    size_t itemsize = shm_dtype_size(d->dtype);
-    struct range own = own_shard(comm, d, numel);
-    for (int r = 0; r < comm->world_size; r++) {
-        inputs[r] = (const char *)inputs[r] + own.begin * itemsize;
-    }
-    inputs[comm->rank] = output + own.begin * itemsize;
-    void *outputs[SHM_MAX_RANKS] = {output + own.begin * itemsize};
+/* Reduces elements that lie together, of a chunk whose first one has the number `begin`, into the
+ * tensor, and into the peers' slots, unless each rank reduces all. */
+static void reduce_run(const struct shm_comm *comm, const struct collective *c, uint64_t index,
+                       uint64_t begin, struct run run) {
+    const struct shm_descriptor *d = &c->descriptor;
+    size_t offset = (run.begin - begin) * shm_dtype_size(d->dtype);
+    const void *inputs[SHM_MAX_RANKS];
+    void *outputs[SHM_MAX_RANKS] = {run.data};
     int n_outputs = 1;
-    for (int r = 0; r < comm->world_size && !is_one_hop(comm, d); r++) {
-        if (r != comm->rank) {
-            outputs[n_outputs++] = (void *)inputs[r];
+    for (int r = 0; r < comm->world_size; r++) {
+        char *of_rank = r == comm->rank ? run.data : staging_slot(comm, r, index) + offset;
+        inputs[r] = of_rank;
+        if (r != comm->rank && !is_one_hop(comm, d)) {
+            outputs[n_outputs++] = of_rank;
         }
     }
-    reduce_inputs(comm, d, own.end - own.begin, inputs, outputs, n_outputs);
+    reduce_inputs(comm, d, run.end - run.begin, inputs, outputs, n_outputs);
+}
+
+/* Reduces this rank's shard of a chunk of an all_reduce. */
+static void reduce_chunk(const struct shm_comm *comm, const struct collective *c, uint64_t index) {
+    struct range chunk = chunk_range(comm, &c->descriptor, index),
+                 own = own_shard(comm, &c->descriptor, chunk.end - chunk.begin);
+    uint64_t at = chunk.begin + own.begin, end = chunk.begin + own.end;
+    size_t i = 0;
+    while (at < end) {
+        struct run run = run_from(c, at, end, &i);
+        reduce_run(comm, c, index, chunk.begin, run);
+        at = run.end;
+    }
 }
 
 static void work_on(struct shm_comm *comm, const struct collective *c, uint64_t index) {
     const struct shm_descriptor *d = &c->descriptor;
     if (moves_parts(d)) {
         copy_parts_out(comm, c, index);
+        return;
+    }
+    if (d->kind == SHM_ALL_REDUCE) {
+        reduce_chunk(comm, c, index);
         return;
     }
     size_t itemsize = shm_dtype_size(d->dtype);
@@ -493,9 +574,7 @@ static void work_on(struct shm_comm *comm, const struct collective *c, uint64_t 
     for (int r = 0; r < comm->world_size; r++) {
         inputs[r] = staging_slot(comm, r, index);
     }
-    if (d->kind == SHM_ALL_REDUCE) {
-        reduce_chunk(comm, d, numel, inputs, output);
-    } else if (d->kind == SHM_REDUCE_SCATTER) {
+    if (d->kind == SHM_REDUCE_SCATTER) {
         for (int r = 0; r < comm->world_size; r++) {
             inputs[r] =
                 (const char *)inputs[r] + chunk_numel(comm, d) * itemsize * (size_t)comm->rank;
@@ -521,10 +600,10 @@ static void stage_out(struct shm_comm *comm, const struct collective *c, uint64_
     if (d->kind != SHM_ALL_REDUCE || is_one_hop(comm, d)) {
         return;
     }
-    struct range chunk = chunk_range(comm, d, index);
-    copy_peers_shards(comm, d, chunk.end - chunk.begin,
-                      c->output + chunk.begin * shm_dtype_size(d->dtype),
-                      staging_slot(comm, comm->rank, index));
+    const struct peers_shards theirs = peers_shards_of(comm, d, chunk_range(comm, d, index));
+    const char *area = staging_slot(comm, comm->rank, index);
+    write_elements(c, theirs.before, area);
+    write_elements(c, theirs.behind, area + theirs.offset);
 }
 
 bool shm_run_staged(struct shm_comm *comm, struct collective *c) {

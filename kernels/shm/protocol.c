@@ -306,9 +306,11 @@ int shm_post(struct shm_comm *comm, const struct shm_descriptor *descriptor, con
     if (shm_fits_mailbox(descriptor, comm->world_size)) {
         shm_gather_pieces(c, (struct range){0, descriptor->numel});
         uint64_t numel = shm_mailbox_numel(comm, c);
-        if (numel > 0) {
-            memcpy(control_of(comm, comm->rank)->mailbox[number % SHM_RING], input,
-                   numel * itemsize);
+        char *mailbox = control_of(comm, comm->rank)->mailbox[number % SHM_RING];
+        if (is_scattered(c)) {
+            shm_read_elements(c, (struct range){0, numel}, mailbox);
+        } else if (numel > 0) {
+            memcpy(mailbox, input, numel * itemsize);
         }
     } else if (descriptor->where == SHM_PRIVATE) { /* the staged path will be taken */
         shm_gather_pieces(c, (struct range){0, descriptor->numel});

@@ -31,7 +31,9 @@ def test_abandon_ends_the_round_on_all_ranks_and_the_next_one_is_as_good_as_new(
             comm.abandon()
         else:
             with pytest.raises(AbandonedError, match="rank 1 abandoned"):
-                works = [comm.all_reduce(torch.ones(50_000), async_op=True) for _ in range(3)]
+                works = [comm.all_reduce(torch.ones(50_000), async_op=True) for _ in range(2)]
+                many = [torch.ones(1), torch.ones(50_000)]
+                works.append(comm.all_reduce_coalesced(many, async_op=True))
                 for work in works:
                     work.wait()
                 hear_of_it(comm)

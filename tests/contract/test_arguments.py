@@ -257,5 +257,37 @@ def test_parts_that_do_not_fit_are_refused(comm):
 
 @over(2)
 @on_ranks()
+def test_tensors_that_cannot_go_together_are_refused(comm):
+    four, whole, waves = torch.ones(4), torch.ones(10), torch.ones(4, dtype=torch.complex64)
+    for error, words, tensors in (
+        (TypeError, "takes a sequence of tensors; got one", four),
+        (TypeError, "takes a sequence of tensors; got int", 3),
+        (ValueError, "no tensors in the sequence", []),
+        (TypeError, "tensor 1: .*list", [four, [1.0]]),
+        (ValueError, "tensor 1: .*contiguous", [four, columns()]),
+        (ValueError, "tensor 0: .*(CPU|meta)", [torch.zeros(4, device="meta"), four]),
+        (ValueError, "tensor 1: .*(CPU|sparse)", [four, torch.eye(4).to_sparse()]),
+        (TypeError, "tensor 1: .*bool", [four, torch.ones(4, dtype=torch.bool)]),
+        (ValueError, "tensor 1: .*resolve_conj", [waves, waves.conj()]),
+        (TypeError, "tensor 0 is float32, tensor 1 is float64", [four, four.double()]),
+        (TypeError, "tensor 0 is float32, tensor 2 is complex64", [four, whole, waves]),
+        (ValueError, "tensors 0 and 1 share memory", [four, four]),
+        (ValueError, "tensors 0 and 2 share memory", [whole[4:], four, whole[:5]]),
+        (ValueError, "tensors 0 and 2 share memory", [whole, four, whole[2:3]]),
+    ):
+        refused(comm, error, words, lambda tensors=tensors: comm.all_reduce_coalesced(tensors))
+    for error, op in ((ValueError, "median"), (TypeError, 3)):
+        refused(
+            comm, error, f"one of sum.*{op}", lambda op=op: comm.all_reduce_coalesced([four], op)
+        )
+    words = "tensor 0: op max of a complex64 tensor is not possible"
+    refused(comm, TypeError, words, lambda: comm.all_reduce_coalesced([waves], "max"))
+    touching = [whole[:5], whole[5:], whole[5:5]]  # which share nothing
+    comm.all_reduce_coalesced(touching)
+    assert whole.tolist() == [comm.world_size] * 10
+
+
+@over(2)
+@on_ranks()
 def test_comm_empty_refuses_a_negative_size(comm):
     refused(comm, ValueError, "-1", lambda: comm.empty(-1, dtype=torch.float32))

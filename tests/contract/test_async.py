@@ -11,6 +11,7 @@ import torch
 
 from fastcomm import FastcommError
 from tests.support.bodies import my_place, note, noted
+from tests.support.collective_checks import cut
 from tests.support.ranks import on_ranks
 from tests.support.reference import (
     PLACES,
@@ -115,6 +116,38 @@ def test_collectives_of_every_kind_may_be_under_way(comm):
     check_async_collectives(comm)
 
 
+@pytest.mark.parametrize("order", ["in order", "backwards"])
+@over(2, 3)
+@on_ranks()
+def test_many_tensors_as_one_may_be_under_way_beside_others(comm, order):
+    works, checks = [], []
+    for i, numel in enumerate((5, 37, 3000, 200_000)):
+        for op in ("sum", "mean"):
+            shards = shards_of(torch.float32, comm.world_size, numel, seed=i)
+            tensors = [part.to(comm.device, copy=True) for part in cut(shards[comm.rank])]
+            single = shards[comm.rank].to(comm.device, copy=True)
+            works.append(comm.all_reduce_coalesced(tensors, op, async_op=True))
+            works.append(comm.all_reduce(single, op, async_op=True))
+            checks.append((tensors, single, shards, op))
+    for work in works if order == "in order" else reversed(works):
+        work.wait()
+        assert work.is_completed() or comm.device.type == "cuda"
+    for tensors, single, shards, op in checks:
+        assert_reduced(comm, torch.cat([one.view(-1) for one in tensors]), shards, op)
+        assert_reduced(comm, single, shards, op)
+
+
+@over(2)
+@on_ranks()
+def test_a_work_of_many_tensors_that_nobody_holds_does_no_harm(comm):
+    for numel in sizes_of(comm):
+        comm.all_reduce_coalesced(cut(torch.ones(numel)), async_op=True)
+        gc.collect()
+        others = [torch.full((numel,), 7.0) for _ in range(3)]
+        check_all_reduce(comm)
+        assert all((other == 7).all() for other in others)
+
+
 @over(2)
 @on_ranks()
 def test_wait_may_be_called_twice(comm):
@@ -125,6 +158,12 @@ def test_wait_may_be_called_twice(comm):
     tensor.add_(1)
     work.wait()
     assert tensor.tolist() == [comm.world_size + 1] * 10
+    tensors = [torch.ones(3), torch.ones(2000)]
+    work = comm.all_reduce_coalesced(tensors, async_op=True)
+    work.wait()
+    tensors[1].add_(1)
+    work.wait()
+    assert tensors[1].tolist() == [comm.world_size + 1] * 2000
 
 
 @over(2, shm=(2, 3))

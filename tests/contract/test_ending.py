@@ -34,6 +34,7 @@ def _use_after_end(place, end):
     calls = (
         lambda: comm.all_reduce(four),
         lambda: comm.all_reduce(four, async_op=True),
+        lambda: comm.all_reduce_coalesced([four]),
         lambda: comm.broadcast(four),
         lambda: comm.all_gather_single(torch.zeros(8), four),
         lambda: comm.reduce_scatter_single(torch.zeros(2), four),
@@ -57,10 +58,14 @@ def test_a_communicator_says_that_it_has_ended(transport, world_size, end):
 def _end_before_the_others_come(place, end):
     comm = communicator(place)
     if place.rank == 0:
-        work = comm.all_reduce(torch.zeros(5000), async_op=True)
+        works = [
+            comm.all_reduce(torch.zeros(5000), async_op=True),
+            comm.all_reduce_coalesced([torch.zeros(5), torch.zeros(5000)], async_op=True),
+        ]
         getattr(comm, end)()
-        with pytest.raises(FastcommError, match=end):
-            work.wait()
+        for work in works:
+            with pytest.raises(FastcommError, match=end):
+                work.wait()
     else:
         time.sleep(1)
 

@@ -23,6 +23,10 @@ def _all_reduce(comm, numel=100, dtype=torch.float32, op="sum"):
     comm.all_reduce(torch.zeros(numel, dtype=dtype), op)
 
 
+def _coalesced(comm, *numels, dtype=torch.float32, op="sum"):
+    comm.all_reduce_coalesced([torch.zeros(numel, dtype=dtype) for numel in numels], op)
+
+
 # What all ranks but the last call, what the last one calls, and how messages name the two.
 MISMATCHES = {
     "op": (
@@ -89,6 +93,36 @@ MISMATCHES = {
         "scatter of 12 float32 elements from rank 0",
         "all_to_all_single of",
     ),
+    "sizes of many": (
+        lambda comm: _coalesced(comm, 2, 3),
+        lambda comm: _coalesced(comm, 3, 2),
+        r"5 float32 elements, op sum in 2 tensors \(sizes",
+        r"5 float32 elements, op sum in 2 tensors \(sizes.*compare \[t\.numel\(\)",
+    ),
+    "number of many": (
+        lambda comm: _coalesced(comm, 30_000, 40_000),
+        lambda comm: _coalesced(comm, 30_000, 40_000, 0),
+        "70000 float32 elements, op sum in 2 tensors",
+        "70000 float32 elements, op sum in 3 tensors",
+    ),
+    "many and one": (
+        lambda comm: _coalesced(comm, 100),
+        lambda comm: _all_reduce(comm),
+        "100 float32 elements, op sum in 1 tensor ",
+        "100 float32 elements, op sum",
+    ),
+    "dtype of many": (
+        lambda comm: _coalesced(comm, 2, 3),
+        lambda comm: _coalesced(comm, 2, 3, dtype=torch.float64),
+        "5 float32",
+        "5 float64",
+    ),
+    "op of many": (
+        lambda comm: _coalesced(comm, 2, 3),
+        lambda comm: _coalesced(comm, 2, 3, op="mean"),
+        "op sum in 2 tensors",
+        "op mean in 2 tensors",
+    ),
 }
 
 
@@ -106,7 +140,7 @@ def cases():
     """Over NCCL a mismatch is found by the ranks' notes after seconds, whatever it is about: there
     only what the notes tell apart.
     """
-    some = ("op", "size", "gather and scatter", "source")
+    some = ("op", "size", "gather and scatter", "source", "op of many")
     for transport in EVERY_TRANSPORT:
         for world_size in (2, 3) if transport == "shm" else (3,):
             for case in some if transport == "nccl" else MISMATCHES:
@@ -200,6 +234,10 @@ def test_a_tensor_of_a_mismatch_is_left_as_it_was(comm):
             tensor = placed(comm, where, torch.full((numel,), 3.0))
             with pytest.raises(MismatchError):
                 comm.all_reduce(tensor, OPS[comm.rank])
+            assert (tensor == 3.0).all()
+            many = list(tensor.split(numel // 3))
+            with pytest.raises(MismatchError):
+                comm.all_reduce_coalesced(many, OPS[comm.rank])
             assert (tensor == 3.0).all()
 
 

@@ -18,6 +18,7 @@ from tests.support.reference import (
     DTYPES,
     FLOATS,
     HALVES,
+    IN_RANK_ORDER,
     OPS,
     PLACES,
     assert_reduced,
@@ -39,6 +40,41 @@ def test_a_collective_gives_what_it_should(comm, collective):
     cases = [(0, "sum"), *with_every_op(37), (5000, "mean")]
     for dtype in DTYPES:
         CHECKS[collective](comm, dtype, cases, ["comm.empty", "ordinary"])
+
+
+@over(2, 3)
+@on_ranks()
+def test_many_tensors_as_one_give_what_an_all_reduce_of_each_gives(comm):
+    """More than a chunk, or a launch of NCCL's, holds; and all of them small."""
+    for sizes in ((100, 7, 60_000, 0, 1, 70_000, 333), range(150), [3] * 20, [1]):
+        for op in OPS:
+            ours = [
+                shards_of(torch.float32, comm.world_size, numel, seed=i)[comm.rank].to(comm.device)
+                for i, numel in enumerate(sizes)
+            ]
+            alone = [tensor.clone() for tensor in ours]
+            comm.all_reduce_coalesced(tuple(ours), op)
+            for tensor in alone:
+                comm.all_reduce(tensor, op)
+            for i, (one, other) in enumerate(zip(ours, alone, strict=True)):
+                with naming(op, i):
+                    if comm.backend in IN_RANK_ORDER or comm.world_size == 2:
+                        assert_same_bits(one, other)
+                    else:
+                        torch.testing.assert_close(one, other)
+
+
+@over(2)
+@on_ranks()
+def test_many_tensors_as_one_may_be_complex_and_require_gradients(comm):
+    rank, n = comm.rank, comm.world_size
+    waves = [torch.full((2, 3), 1.0 + rank + 1j * rank), torch.full((400,), 2j * rank)]
+    comm.all_reduce_coalesced(waves)
+    assert torch.equal(waves[0], torch.full((2, 3), sum(1.0 + r + 1j * r for r in range(n))))
+    assert torch.equal(waves[1], torch.full((400,), sum(2j * r for r in range(n))))
+    leaves = [torch.ones(numel, requires_grad=True) for numel in (1, 3000)]
+    comm.all_reduce_coalesced(leaves, "mean")
+    assert all((leaf == 1).all() and leaf.grad_fn is None for leaf in leaves)
 
 
 @over(2, 3)

@@ -32,6 +32,9 @@ def _part(comm: Communicator, whole: Tensor) -> Tensor:
 # beginning. What is sent and is not the result is a copy that nobody else holds.
 CALLS: dict[str, Callable[..., Any]] = {
     "all_reduce": lambda comm, t, **how: comm.all_reduce(t, **how),
+    "all_reduce_coalesced": lambda comm, t, **how: comm.all_reduce_coalesced(
+        t.tensor_split(3), **how
+    ),
     "broadcast": lambda comm, t, **how: comm.broadcast(t, **how),
     "all_gather_single": lambda comm, t, **how: comm.all_gather_single(
         t, _part(comm, t) + 0, **how
@@ -79,6 +82,31 @@ def _check_all_reduces(
         for numel, op in cases:
             with naming(where, dtype, numel, op):
                 check_all_reduce(comm, numel, dtype, op, where, seed=numel)
+
+
+def cut(tensor: Tensor) -> list[Tensor]:
+    """Parts of different sizes and shapes, of which some are empty; no boundary between two is on a
+    cache line, where the tensor is large enough.
+    """
+    half, third = tensor.numel() // 2, tensor.numel() // 3
+    sizes = (third - third % 2, 0, min(half - third, 1), half - third - min(half - third, 1))
+    first, *others, last = tensor.split([*sizes, 0, tensor.numel() - sum(sizes)])
+    return [first.view(-1, 2), *others, last]
+
+
+def _check_coalesced(
+    comm: Communicator, dtype: torch.dtype, cases: Cases, places: Sequence[str]
+) -> None:
+    for where in places:
+        for numel, op in cases:
+            shards = shards_of(dtype, comm.world_size, numel, seed=numel)
+            parts = cut(shards[comm.rank])
+            tensors = [placed(comm, where, part.view(-1)).view(part.shape) for part in parts]
+            tensors.reverse()  # so that they do not lie in memory as in the list
+            comm.all_reduce_coalesced(tensors, op)
+            with naming(where, dtype, numel, op):
+                for i, tensor in enumerate(reversed(tensors)):
+                    assert_reduced(comm, tensor, [cut(shard)[i] for shard in shards], op)
 
 
 def _check_reduce_scatters(
@@ -191,6 +219,7 @@ def check_unequal_parts(comm: Communicator, numel_of: Callable[[int, int], int])
 
 CHECKS = {
     "all_reduce": _check_all_reduces,
+    "all_reduce_coalesced": _check_coalesced,
     "reduce_scatter_single": _check_reduce_scatters,
     "all_gather_single": _check_all_gathers,
     "broadcast": _check_broadcasts,

@@ -28,6 +28,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from fastcomm.comm import messages
 from fastcomm.comm.abandonment import is_abandoned_already, leave_backward
+from fastcomm.comm.coalesced import checked_together, sizes
 from fastcomm.comm.collective import (
     BLOCK_DTYPES,
     CPU_DTYPES,
@@ -137,6 +138,19 @@ class GroupCommunicator(Transport):
         call = Call("all_reduce", flat.numel(), flat.dtype, flat.dtype, op)
         transfer = self._exchange.transfer_of(flat, None)
         return self._begin(GroupWork(self._queue, call, transfer, flat, fusable=flat), async_op)
+
+    def all_reduce_coalesced(
+        self, tensors: Sequence[Tensor], op: Op = "sum", *, async_op: bool = False
+    ) -> GroupWork | None:
+        """Reduces a copy, which lies together."""
+        op = canonical_op(op)
+        flats = checked_together(tensors, functools.partial(self._check, op=op))
+        numels = [flat.numel() for flat in flats]
+        dtype = flats[0].dtype
+        call = Call("all_reduce", sum(numels), dtype, dtype, op, step=sizes(numels))
+        transfer = self._exchange.fused_transfer_of(flats)
+        work = GroupWork(self._queue, call, transfer, payload=transfer.fused)
+        return self._begin(work, async_op)
 
     def broadcast(
         self, tensor: Tensor, src: int = 0, *, async_op: bool = False

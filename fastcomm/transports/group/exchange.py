@@ -242,7 +242,7 @@ class Exchange:
         if own is not None:
             own.drain()
 
-    def fused_transfer_of(self, flats: Sequence[Tensor]) -> Transfer:
+    def fused_transfer_of(self, flats: Sequence[Tensor]) -> FusedTransfer:
         """Returns the transfer that reduces several tensors as one."""
         fused = self.empty(sum(flat.numel() for flat in flats), flats[0].dtype)
         torch.cat(list(flats), out=fused)

@@ -239,14 +239,14 @@ class FusedTransfer(Transfer):
     """Reduces tensors by their copies, which lie one behind the other in `fused`."""
 
     def __init__(self, flats, fused, inner):
-        self._flats, self._fused, self._inner = flats, fused, inner
+        self._flats, self.fused, self._inner = flats, fused, inner
 
     def begin(self, tag):
         self._inner.begin(tag)
 
     def steps(self, op, payloads, factors):
         yield from self._inner.steps(op, payloads, factors)
-        parts = self._fused.split([flat.numel() for flat in self._flats])
+        parts = self.fused.split([flat.numel() for flat in self._flats])
         for flat, part in zip(self._flats, parts, strict=True):
             flat.copy_(part)
 

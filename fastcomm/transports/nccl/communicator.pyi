@@ -36,6 +36,9 @@ class NcclCommunicator(Transport):
     def all_reduce(
         self, tensor: Tensor, op: Op = "sum", *, async_op: bool = False
     ) -> NcclWork | None: ...
+    def all_reduce_coalesced(
+        self, tensors: Sequence[Tensor], op: Op = "sum", *, async_op: bool = False
+    ) -> NcclWork | None: ...
     def broadcast(
         self, tensor: Tensor, src: int = 0, *, async_op: bool = False
     ) -> NcclWork | None: ...

@@ -11,6 +11,7 @@ import weakref
 
 import torch
 
+from fastcomm.comm.coalesced import checked_together, sizes
 from fastcomm.comm.collective import (
     WIRE_DTYPES, addends_of_mean, as_pairs, canonical_op, check_numel, check_out, check_root,
     is_wrapper, mean_of_addends, refuse_error_feedback, refuse_tensor, shard_of,
@@ -51,7 +52,8 @@ cdef class NcclWork:
 
     cdef Link link
     cdef InFlight in_flight
-    cdef object tensors, divide_by
+    cdef object tensors
+    cdef list sums  # pairs: the tensor for a mean, and the sum to make it of; else None
     cdef Event divided  # recorded after the division, where one is made
     cdef int epoch
     cdef uint64_t number  # among those of the epoch
@@ -81,7 +83,7 @@ cdef class NcclWork:
             self._order_launch()
         if self.is_barrier:
             self.link.wait_for(self.in_flight)
-        if self.divide_by is not None:
+        if self.sums is not None:
             self._divide(current)
         self.tensors = None
         if current == self.launched_on:  # else that stream could use their memory too early
@@ -96,11 +98,12 @@ cdef class NcclWork:
     cdef _divide(self, CUstream current):
         """Makes means of sums, on the current stream."""
         cdef Device cuda = self.link.cuda
-        out, total, _ = self.tensors
-        if total is out:
-            out.mul_(1.0 / self.divide_by)
-        else:
-            out.copy_(mean_of_addends(total, self.divide_by).view(out.shape))
+        cdef int n = self.link.world_size
+        for out, total in self.sums:
+            if total is out:
+                out.mul_(1.0 / n)
+                continue
+            out.copy_(mean_of_addends(total, n).view(out.shape))
             # The record lets go of `total` when the sum is there, perhaps before it is divided.
             if current != self.launched_on and cuda.record_stream is not None:
                 cuda.record_stream(total)
@@ -325,6 +328,43 @@ cdef class NcclCommunicator:
         wide = addends_of_mean(tensor, self.world_size)
         return self._collective(ALL_REDUCE, wide, wide, op, 0, async_op, tensor)
 
+    def all_reduce_coalesced(self, tensors, op="sum", *, bint async_op=False):
+        """One launch, of a group of calls: the tensors stay where they are."""
+        op = canonical_op(op)
+        outs = checked_together(tensors, lambda tensor: self._check(tensor, op).detach())
+        cdef NcclWork work = self._new_work(async_op)
+        cdef InFlight in_flight = work.in_flight
+        cdef bytearray memory = bytearray(len(outs) * sizeof(Call))
+        cdef Call *calls = <Call *><char *>memory
+        cdef size_t n = 0
+        summed = self._for_mean(outs) if op == "mean" else outs
+        dtype = summed[0].dtype
+        for tensor in summed:
+            if tensor.nbytes:
+                data = <void *><size_t>tensor.data_ptr()
+                calls[n] = Call(
+                    ALL_REDUCE, data, data, tensor.numel(), dtype_number(dtype), op_number(op), 0
+                )
+                n += 1
+        numels = [tensor.numel() for tensor in outs]
+        self._note(in_flight, ALL_REDUCE, dtype, sum(numels), 0)
+        in_flight.step = sizes(numels)
+        self._launch(work, op, calls, n)
+        work.tensors = (*outs, *summed)
+        if summed is not outs:
+            work.sums = list(zip(outs, summed))
+        return self._launched(work, async_op)
+
+    cdef list _for_mean(self, list tensors):
+        """What is summed for means of these: they themselves, scaled, or of integers other
+        tensors.
+        """
+        if not tensors[0].is_floating_point():
+            return [addends_of_mean(tensor, self.world_size) for tensor in tensors]
+        self._refuse_mean_of_fp8(tensors[0])
+        torch._foreach_mul_(tensors, 1.0 / self.world_size)
+        return tensors
+
     def broadcast(self, tensor, int src=0, *, bint async_op=False):
         tensor = self._check(tensor)
         check_root("src", src, self.world_size)
@@ -465,7 +505,7 @@ cdef class NcclCommunicator:
         self._launch(work, op, &call, 1)
         work.tensors = (out, inp)
         if divided is not None:
-            work.tensors, work.divide_by = (divided, out, inp), self.world_size
+            work.tensors, work.sums = (divided, out, inp), [(divided, out)]
         return self._launched(work, async_op)
 
     cdef object _exchange_parts(
@@ -512,6 +552,7 @@ cdef class NcclCommunicator:
             work.in_flight, work.has_own_record = launches.take_record(), True
         else:
             work.in_flight = (<Lane>self.link.lanes[0]).in_flight
+        work.in_flight.step = 0
         return work
 
     cdef int _launch(self, NcclWork work, op, Call *calls, size_t n) except -1:

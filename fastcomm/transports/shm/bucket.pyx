@@ -97,9 +97,7 @@ cdef class ShmBucket(GatheringBucket):
         if self.wire is not self.flat:
             work.wide, work.narrow = self.wide, self.narrow
         if n_pieces:
-            work.pieces = <shm_piece *>malloc(n_pieces * sizeof(shm_piece))
-            if work.pieces == NULL:
-                raise MemoryError("out of memory")
+            work.take_pieces(n_pieces)
         self.next = work
         return work
 

@@ -24,6 +24,9 @@ class ShmCommunicator(Transport):
     def all_reduce(
         self, tensor: Tensor, op: Op = "sum", *, async_op: bool = False
     ) -> ShmWork | None: ...
+    def all_reduce_coalesced(
+        self, tensors: Sequence[Tensor], op: Op = "sum", *, async_op: bool = False
+    ) -> ShmWork | None: ...
     def broadcast(
         self, tensor: Tensor, src: int = 0, *, async_op: bool = False
     ) -> ShmWork | None: ...

@@ -11,6 +11,7 @@ from itertools import accumulate, chain
 
 import torch
 
+from fastcomm.comm.coalesced import as_list, check_together, of_tensor, sizes
 from fastcomm.comm.collective import (
     CPU_DTYPES, WIRE_DTYPES, check_numel, check_out, check_root, refuse_dtype,
     refuse_error_feedback, shard_of,
@@ -23,7 +24,7 @@ from fastcomm.transports.shm.bucket import ShmBucket
 from fastcomm.transports.shm.memory import keep_freed_memory
 from fastcomm.transports.shm.ring import MAX_RANKS
 
-from libc.stdint cimport uint32_t
+from libc.stdint cimport uint32_t, uint64_t
 
 from fastcomm.transports.shm.core cimport *
 from fastcomm.transports.shm.descriptor cimport descriptor, op_code
@@ -159,6 +160,35 @@ cdef class ShmCommunicator:
         cdef shm_descriptor d = descriptor(SHM_ALL_REDUCE, op_code(op))
         cdef char *data = self.ring.check(tensor, &d)
         return self.ring.call(&d, tensor, data, tensor, data, async_op)
+
+    def all_reduce_coalesced(self, tensors, op="sum", *, bint async_op=False):
+        """The tensors stay where they are: what each rank reduces is read and written there."""
+        cdef shm_descriptor d = descriptor(SHM_ALL_REDUCE, op_code(op))
+        cdef ShmWork work = ShmWork.__new__(ShmWork)
+        cdef uint64_t numel = 0
+        cdef size_t begin
+        cdef Py_ssize_t i
+        cdef list numels = [], spans = []
+        tensors = as_list(tensors)
+        work.ring, work.tensors = self.ring, tensors
+        work.take_pieces(len(tensors))
+        for i, tensor in enumerate(tensors):
+            try:
+                begin = <size_t>self.ring.check(tensor, &d)
+            except (TypeError, ValueError) as error:
+                raise of_tensor(i, error) from None
+            numels.append(d.numel)
+            if d.numel:
+                work.pieces[work.n_pieces] = shm_piece(<void *>begin, numel, d.numel)
+                work.n_pieces += 1
+                spans.append((begin, begin + tensor.nbytes, i))
+            numel += d.numel
+        check_together([tensor.dtype for tensor in tensors], spans)
+        d.numel, d.where, d.step = numel, SHM_PRIVATE, sizes(numels)
+        self.ring.post(&d, NULL, NULL, work)
+        if async_op:
+            return work
+        work.wait()
 
     def broadcast(self, tensor, int src=0, *, bint async_op=False):
         """Copies rank `src`'s `tensor` into every other rank's. Same numel and dtype on every rank.

@@ -26,7 +26,7 @@ cdef extern from "shm/core.h" nogil:
         double weight, scale
 
     struct shm_piece:
-        const void *source
+        void *source
         uint64_t offset, numel
 
     struct shm_counting:

@@ -26,6 +26,7 @@ cdef class ShmWork:
     cdef Entry entry  # once it is to be posted
 
     cdef int take_bounds(self, tuple bounds) except -1
+    cdef int take_pieces(self, size_t n) except -1
     cdef int resolve(self, object error) except -1
     cdef void release(self)
 

@@ -96,6 +96,13 @@ cdef class ShmWork:
             self.bounds[i] = bound
         return 0
 
+    cdef int take_pieces(self, size_t n) except -1:
+        """Makes room for so many."""
+        self.pieces = <shm_piece *>malloc(n * sizeof(shm_piece))
+        if self.pieces == NULL:
+            raise MemoryError("out of memory")
+        return 0
+
     cdef int resolve(self, object error) except -1:
         """Sets the outcome: an error, or None for a result."""
         self.finished = True

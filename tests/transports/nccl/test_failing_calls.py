@@ -39,6 +39,7 @@ from tests.transports.nccl import CODES, LAUNCH_FAILED, SOON, communicator, outc
 
 FUNCTIONS = {
     "all_reduce": "ncclAllReduce",
+    "all_reduce_coalesced": "ncclAllReduce",
     "broadcast": "ncclBroadcast",
     "all_gather_single": "ncclAllGather",
     "reduce_scatter_single": "ncclReduceScatter",
