@@ -1,12 +1,14 @@
-"""comm.gather, scatter, all_to_all_single and send over shared memory, beside those of
-torch.distributed over Gloo, in one run.
+"""comm.gather, scatter, all_to_all_single, send and all_reduce_coalesced over shared memory, beside
+those of torch.distributed over Gloo, in one run.
 
     python -m fastcomm bench parts                2 ranks, 1 KiB to 16 MiB
     python -m fastcomm bench parts --ranks 4
 
 A size counts the tensor that is all ranks' parts: what the root of gather and scatter has, and what
 each rank has in all_to_all_single. One of the parts is the rank's own and goes to nobody. send
-takes a whole tensor from rank 0 to rank 1. fastcomm takes part twice, with tensors in comm.empty
+takes a whole tensor from rank 0 to rank 1. "coalesced" cuts the size into up to 100 tensors, which
+are reduced as one: torch's all_reduce inside a _coalescing_manager; "one by one" is a loop of
+all_reduce over the same tensors, for both. fastcomm takes part twice, with tensors in comm.empty
 and with ordinary ones, which Gloo has as well.
 
 Contenders take turns in random order in every round. Before every call each rank rewrites its
@@ -24,6 +26,10 @@ all_to_all_single 40, 12, 4 and 3. In comm.empty gather and all_to_all_single ar
 as in ordinary tensors from 64 KiB on, and scatter is the same, for it is staged in both. 4 ranks on
 2 cores: 15 at 1 KiB, 3 from 1 MiB on. send, predicted later: 10, 5, 3 and 2, and the same in
 comm.empty, for a channel has memory of its own.
+
+Coalesced, predicted before it was measured, 100 tensors of 1 KiB, 20 of 64 KiB and 4 of 4 MiB: 110
+us, 350 us and 6.5 ms, which is 3.6, 1.1 and 0.9 times as fast as one by one, and 5, 5 and 3 times
+as fast as Gloo's. That was for a flat copy of the tensors; they are reduced where they lie instead.
 """
 
 from __future__ import annotations
@@ -48,7 +54,9 @@ from torch import Tensor
 
 import fastcomm
 
-COLLECTIVES = ("gather", "scatter", "all_to_all_single", "send")
+COLLECTIVES = ("gather", "scatter", "all_to_all_single", "send", "coalesced", "one by one")
+SEVERAL = ("coalesced", "one by one")  # whose size is that of several tensors
+MOST_TENSORS = 100
 OWN = ("fastcomm", "ordinary")  # in comm.empty, and in ordinary tensors
 WAYS = (*OWN, "gloo")
 SIZES = tuple(1 << exponent for exponent in range(10, 25, 2))  # bytes: 1 KiB to 16 MiB
@@ -190,6 +198,9 @@ class Methods:
         empty = self.comm.empty if way == "fastcomm" else torch.empty
         whole, rank = part * self.comm.world_size, self.comm.rank
         out = inp = None
+        if collective in SEVERAL:
+            out = empty(whole, dtype=torch.float32).fill_(-1)
+            return out, out
         if rank == {"gather": ROOT, "send": RECEIVER}.get(collective, rank):
             out = empty(part if collective == "scatter" else whole, dtype=torch.float32).fill_(-1)
         if collective not in ("scatter", "send") or rank == ROOT:
@@ -201,6 +212,8 @@ class Methods:
     ) -> Callable[[], object]:
         if collective == "send":
             return self.message_of(self.comm if way in OWN else dist, out, inp)
+        if collective in SEVERAL and out is not None:
+            return self.reduction_of(collective, way, list(out.tensor_split(MOST_TENSORS)))
         if way in OWN:
             return functools.partial(getattr(self.comm, collective), out, inp)
         theirs = getattr(dist, collective)
@@ -219,6 +232,24 @@ class Methods:
         if out is not None:
             return functools.partial(through.recv, out, ROOT)
         return lambda: None
+
+    def reduction_of(
+        self, collective: str, way: str, tensors: list[Tensor]
+    ) -> Callable[[], object]:
+        tensors = [tensor for tensor in tensors if tensor.numel()]
+        all_reduce = self.comm.all_reduce if way in OWN else dist.all_reduce
+        if collective == "coalesced" and way in OWN:
+            return functools.partial(self.comm.all_reduce_coalesced, tensors)
+
+        def reduce_each() -> None:
+            for tensor in tensors:
+                all_reduce(tensor)
+
+        def reduce_together() -> None:
+            with dist.distributed_c10d._coalescing_manager():
+                reduce_each()
+
+        return reduce_each if collective == "one by one" else reduce_together
 
     def parts_of(self, whole: Tensor | None) -> list[Tensor] | None:
         return None if whole is None else list(whole.chunk(self.comm.world_size))
@@ -240,6 +271,9 @@ class Methods:
             return
         if collective == "gather":
             expected = [contribution(r, part) for r in range(world_size)]
+        elif collective in SEVERAL:
+            shares = [contribution(r, part * world_size) for r in range(world_size)]
+            expected = [torch.stack(shares).sum(0)]
         elif collective == "send":
             expected = [contribution(ROOT, part * world_size)]
         else:

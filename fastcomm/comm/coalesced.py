@@ -1,13 +1,14 @@
-"""Many tensors in one collective, for every transport: which tensors can be, and the number by which
-the ranks compare their sizes.
+"""Many tensors in one collective, for every transport: which ones can go together, and the number
+by which the ranks compare their sizes.
 """
 
 from __future__ import annotations
 
 import zlib
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from itertools import pairwise
+from operator import le
 from typing import Any
 
 import torch
@@ -34,13 +35,13 @@ def as_list(tensors: Any) -> list[Tensor]:
 
 
 def of_tensor(i: int, error: Exception) -> Exception:
-    """The error, a ValueError or TypeError, of one that is about tensor number i."""
+    """The error, a ValueError or TypeError, as one that names tensor i."""
     return type(error)(f"{_NAME}: tensor {i}: {error}")
 
 
 def checked_together(tensors: Any, check: Callable[[Tensor], Tensor]) -> list[Tensor]:
-    """The tensors as `check` returns each, which raises TypeError or ValueError for one that is not
-    taken. Raises these also for what cannot go together.
+    """The tensors, each as `check` returns it, which raises TypeError or ValueError for one that is
+    not taken. Raises these also for tensors that cannot go together.
     """
     found = as_list(tensors)
     checked: list[Tensor] = []
@@ -49,16 +50,16 @@ def checked_together(tensors: Any, check: Callable[[Tensor], Tensor]) -> list[Te
             checked.append(check(tensor))
         except (TypeError, ValueError) as error:
             raise of_tensor(i, error) from None
-    starts = [(flat.data_ptr(), flat.nbytes) for flat in checked]
-    spans = [(begin, begin + nbytes, i) for i, (begin, nbytes) in enumerate(starts) if nbytes]
-    check_together([tensor.dtype for tensor in found], spans)
+    begins = [flat.data_ptr() if flat.nbytes else 0 for flat in checked]
+    ends = [begin + flat.nbytes for begin, flat in zip(begins, checked, strict=True)]
+    check_together([tensor.dtype for tensor in found], begins, ends)
     return checked
 
 
-def check_together(dtypes: Sequence[torch.dtype], spans: list[tuple[int, int, int]]) -> None:
+def check_together(dtypes: list[torch.dtype], begins: list[int], ends: list[int]) -> None:
     """Checks that the tensors have one dtype and share no memory. Raises TypeError or ValueError.
 
-    spans: of each that has elements, where its memory begins and ends, and its number.
+    begins, ends: of the memory of each; 0 where it has none.
     """
     if dtypes.count(dtypes[0]) < len(dtypes):
         i = next(i for i, dtype in enumerate(dtypes) if dtype != dtypes[0])
@@ -66,13 +67,15 @@ def check_together(dtypes: Sequence[torch.dtype], spans: list[tuple[int, int, in
             f"{_NAME}: tensor 0 is {name_of(dtypes[0])}, tensor {i} is {name_of(dtypes[i])}: make "
             "a call for each dtype"
         )
-    for (_, end, i), (begin, _, j) in pairwise(sorted(spans)):
-        if begin < end:
-            raise ValueError(f"{_NAME}: tensors {min(i, j)} and {max(i, j)} share memory")
+    # Where they share nothing, each ends before the next begins.
+    if not all(map(le, sorted(ends), sorted(begins)[1:])):
+        spans = sorted(zip(begins, ends, range(len(ends)), strict=True))
+        i, j = next((i, j) for (_, end, i), (begin, _, j) in pairwise(spans) if begin < end)
+        raise ValueError(f"{_NAME}: tensors {min(i, j)} and {max(i, j)} share memory")
 
 
-def sizes(numels: Sequence[int]) -> int:
-    """How many tensors there are, and a checksum of their numbers of elements, packed as
-    steps_made() does it: without a label this number of a collective stands for them. Never 0.
+def sizes(numels: list[int]) -> int:
+    """How many tensors there are, and a checksum of their numbers of elements, packed as by
+    steps_made(). A collective that is no bucket's has it in the place of steps. Never 0.
     """
     return steps_made(len(numels), zlib.crc32(array("Q", numels)))

@@ -129,8 +129,9 @@ void shm_free_comm(struct shm_comm *comm);
 
 /* Posts a collective: publishes the descriptor and whatever the peers need to read. `input` and
  * `output` may be the same. Both are NULL in an all_reduce whose tensor is its pieces, one behind
- * the other, and SHM_PRIVATE: the result comes into them. Returns the collective's number in `*seq`, or SHM_AGAIN when SHM_RING
- * collectives are already under way: call shm_make_room first.
+ * the other, and SHM_PRIVATE: the result comes into them, and is not counted. Returns the
+ * collective's number in `*seq`, or SHM_AGAIN when SHM_RING collectives are already under way: call
+ * shm_make_room first.
  *
  * `bounds`: for the kinds with shards. Rank r's shard is [bounds[r], bounds[r + 1]), in elements.
  * Also for ALL_TO_ALL with parts that differ in size: a row for every rank, with where its parts

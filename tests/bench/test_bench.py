@@ -108,9 +108,10 @@ def test_parts_compares_what_moves_parts_with_gloo(tmp_path):
     printed = run("parts.py", *options, "--plot", tmp_path / "parts.png")
     assert "all_to_all_single" in printed
     rows = json.loads(path.read_text())["rows"]
+    of_parts = ("gather", "scatter", "all_to_all_single", "send")
     assert [(row["collective"], row["nbytes"]) for row in rows] == [
         (collective, nbytes)
-        for collective in ("gather", "scatter", "all_to_all_single", "send")
+        for collective in (*of_parts, "coalesced", "one by one")
         for nbytes in (1 << 10, 1 << 12, 1 << 14, 1 << 16)
     ]
     for row in rows:

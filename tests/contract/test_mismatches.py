@@ -119,9 +119,9 @@ MISMATCHES = {
     ),
     "op of many": (
         lambda comm: _coalesced(comm, 2, 3),
-        lambda comm: _coalesced(comm, 2, 3, op="mean"),
+        lambda comm: _coalesced(comm, 2, 3, op="max"),
         "op sum in 2 tensors",
-        "op mean in 2 tensors",
+        "op max in 2 tensors",
     ),
 }
 

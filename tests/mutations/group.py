@@ -25,6 +25,14 @@ KEPT = (
 
 MUTATIONS = (
     Mutation(
+        name="group: the ranks do not compare the sizes of tensors that are reduced as one",
+        file="fastcomm/transports/group/communicator.py",
+        within="GroupCommunicator.all_reduce_coalesced",
+        old="op, step=sizes(numels))",
+        new="op)",
+        tests=("tests/contract/test_mismatches.py",),
+    ),
+    Mutation(
         name="group: a forked child frees the group of its parent",
         file=EXCHANGE,
         within="",

@@ -35,6 +35,14 @@ A_PEER_DIES_BEHIND_A_FULL_QUEUE = (
 
 MUTATIONS = (
     Mutation(
+        name="nccl: of tensors that are reduced as one, the last is left out",
+        file=COMMUNICATOR,
+        within="NcclCommunicator.all_reduce_coalesced",
+        old="self._launch(work, op, calls, n)",
+        new="self._launch(work, op, calls, n - 1)",
+        tests=(LAUNCH_TESTS, "tests/contract/test_results.py"),
+    ),
+    Mutation(
         name="nccl: a mean is scaled twice where the wire has another dtype",
         file=BUCKET,
         within="NcclBucket._launch_on",

@@ -11,6 +11,22 @@ COMMUNICATOR = "fastcomm/transports/shm/communicator.pyx"
 
 MUTATIONS = (
     Mutation(
+        name="shm: the ranks do not compare the sizes of tensors that are reduced as one",
+        file=COMMUNICATOR,
+        within="ShmCommunicator.all_reduce_coalesced",
+        old="d.numel, d.where, d.step = numel, SHM_PRIVATE, sizes(numels)",
+        new="d.numel, d.where = numel, SHM_PRIVATE",
+        tests=("tests/contract/test_mismatches.py",),
+    ),
+    Mutation(
+        name="shm: of tensors that are reduced as one, all results come into the first",
+        file=COMMUNICATOR,
+        within="ShmCommunicator.all_reduce_coalesced",
+        old="shm_piece(<void *>begin, numel, d.numel)",
+        new="shm_piece(<void *><size_t>tensors[0].data_ptr(), numel, d.numel)",
+        tests=("tests/contract/test_results.py",),
+    ),
+    Mutation(
         name="shm: close() frees what a thread on its way out still reads",
         file=RING,
         within="Ring._bury",

@@ -107,6 +107,7 @@ cdef class NcclWork:
             # The record lets go of `total` when the sum is there, perhaps before it is divided.
             if current != self.launched_on and cuda.record_stream is not None:
                 cuda.record_stream(total)
+        self.sums = None
         if self.has_own_record:  # else nobody waits again
             self.divided = Event(cuda)
             with nogil:  # may wait for room in the device's queue
@@ -332,23 +333,21 @@ cdef class NcclCommunicator:
         """One launch, of a group of calls: the tensors stay where they are."""
         op = canonical_op(op)
         outs = checked_together(tensors, lambda tensor: self._check(tensor, op).detach())
-        cdef NcclWork work = self._new_work(async_op)
-        cdef InFlight in_flight = work.in_flight
+        numels = [tensor.numel() for tensor in outs]
+        summed = self._for_mean(outs) if op == "mean" else outs
+        dtype = summed[0].dtype
+        cdef int dtype_code = dtype_number(dtype), op_code = op_number(op)
         cdef bytearray memory = bytearray(len(outs) * sizeof(Call))
         cdef Call *calls = <Call *><char *>memory
         cdef size_t n = 0
-        summed = self._for_mean(outs) if op == "mean" else outs
-        dtype = summed[0].dtype
         for tensor in summed:
             if tensor.nbytes:
                 data = <void *><size_t>tensor.data_ptr()
-                calls[n] = Call(
-                    ALL_REDUCE, data, data, tensor.numel(), dtype_number(dtype), op_number(op), 0
-                )
+                calls[n] = Call(ALL_REDUCE, data, data, tensor.numel(), dtype_code, op_code, 0)
                 n += 1
-        numels = [tensor.numel() for tensor in outs]
-        self._note(in_flight, ALL_REDUCE, dtype, sum(numels), 0)
-        in_flight.step = sizes(numels)
+        cdef NcclWork work = self._new_work(async_op)
+        self._note(work.in_flight, ALL_REDUCE, dtype, sum(numels), 0)
+        work.in_flight.step = sizes(numels)
         self._launch(work, op, calls, n)
         work.tensors = (*outs, *summed)
         if summed is not outs:

@@ -166,9 +166,9 @@ cdef class ShmCommunicator:
         cdef shm_descriptor d = descriptor(SHM_ALL_REDUCE, op_code(op))
         cdef ShmWork work = ShmWork.__new__(ShmWork)
         cdef uint64_t numel = 0
-        cdef size_t begin
+        cdef size_t begin, itemsize = 0
         cdef Py_ssize_t i
-        cdef list numels = [], spans = []
+        cdef list numels = [], begins = [], ends = []
         tensors = as_list(tensors)
         work.ring, work.tensors = self.ring, tensors
         work.take_pieces(len(tensors))
@@ -177,13 +177,17 @@ cdef class ShmCommunicator:
                 begin = <size_t>self.ring.check(tensor, &d)
             except (TypeError, ValueError) as error:
                 raise of_tensor(i, error) from None
+            if i == 0:  # the others have the same, or are refused
+                itemsize = CPU_DTYPES[d.dtype].itemsize
+            begin = begin if d.numel else 0
+            begins.append(begin)
+            ends.append(begin + d.numel * itemsize)
             numels.append(d.numel)
             if d.numel:
                 work.pieces[work.n_pieces] = shm_piece(<void *>begin, numel, d.numel)
                 work.n_pieces += 1
-                spans.append((begin, begin + tensor.nbytes, i))
             numel += d.numel
-        check_together([tensor.dtype for tensor in tensors], spans)
+        check_together([tensor.dtype for tensor in tensors], begins, ends)
         d.numel, d.where, d.step = numel, SHM_PRIVATE, sizes(numels)
         self.ring.post(&d, NULL, NULL, work)
         if async_op:

@@ -101,6 +101,23 @@ def test_gradients_in_the_flat_buffer_are_flattened_on_the_lane(wire_dtype):
         assert caller_waits == ("cuStreamWaitEvent", "0x0", done[2])
 
 
+def _launch_many_tensors(place):
+    comm = communicator(place)
+    comm.barrier()
+    for library in (loaded("cuda"), loaded("nccl")):
+        library.stand_in_clear_log()
+    comm.all_reduce_coalesced([torch.ones(n) for n in (3, 0, 50)])
+    return log_of(loaded("cuda")), log_of(loaded("nccl"))
+
+
+def test_many_tensors_are_one_launch_of_a_group_of_calls():
+    for cuda, nccl in stand_in_values(2, _launch_many_tensors):
+        sizes = [int(re.search(r"numel=(\d+)", line)[1]) for line in nccl if "numel=" in line]
+        assert sizes == [3, 50]
+        calls = _without_marks([_events(line) for line in cuda])
+        assert [name for name, _, _ in calls] == ["cuEventRecord", "cuStreamWaitEvent"] * 2
+
+
 def _launch_with_weights(place):
     comm = communicator(place)
     model = mlp()
@@ -273,9 +290,13 @@ def _capture(place, mode, streams, wire_dtype):
         backward(model, place.rank)
         other = torch.ones(10)
         comm.all_reduce(other)
+        many = [torch.full((n,), place.rank) for n in (1, 5)]
+        comm.all_reduce_coalesced(many, "max")
+        comm.all_reduce_coalesced(many, "mean", async_op=True).wait()
         time.sleep(0.5)  # the watchdog looks several times
         assert loaded("cuda").stand_in_capture(END) == 0
         assert other.tolist() == [float(place.world_size)] * 10
+        assert [one.tolist() for one in many] == [[place.world_size - 1] * n for n in (1, 5)]
         if wire_dtype is None:
             assert_gradients(model, expected)
     for _ in range(2):

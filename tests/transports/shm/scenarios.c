@@ -181,6 +181,43 @@ static void pieces(struct rank *me) {
     }
 }
 
+/* Cuts the tensor into pieces, of which some are short, and which are all that is left of it. They
+ * lie at `elsewhere` from the last to the first. */
+static void take_apart(struct request *q, char *elsewhere) {
+    size_t itemsize = shm_dtype_size(q->descriptor.dtype);
+    uint64_t at = 0, numel = q->descriptor.numel;
+    for (uint64_t i = 0; i < 8 && at < numel; i++) {
+        uint64_t length = i == 7 ? numel - at : min64(numel - at, 1 + numel * (i * i % 5) / 12);
+        char *place = elsewhere + (numel - at - length) * itemsize;
+        memcpy(place, q->input + at * itemsize, length * itemsize);
+        q->pieces[q->n_pieces++] = (struct shm_piece){place, at, length};
+        at += length;
+    }
+    memset(q->input, 0xee, numel * itemsize);
+    q->input = q->output = NULL;
+}
+
+static void scattered(struct rank *me) {
+    uint64_t sizes[] = {1, 100, 1025, 5000, 70000, full ? 300001 : 66000};
+    for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++) {
+        for (uint32_t dtype = 0; dtype < SHM_DTYPES; dtype++) {
+            struct request whole =
+                prepare(me, SHM_ALL_REDUCE, dtype % 2 ? SHM_SUM : SHM_MEAN, dtype, sizes[i],
+                        me->private);
+            struct request q = whole;
+            take_apart(&q, me->private + AREA_BYTES);
+            int status = wait_for(me, post(me, &q));
+            CHECK(status == SHM_OK, "status %d of dtype %u numel %lu", status, dtype, sizes[i]);
+            for (size_t j = 0; j < q.n_pieces; j++) {
+                size_t itemsize = shm_dtype_size(dtype);
+                memcpy(whole.output + q.pieces[j].offset * itemsize, q.pieces[j].source,
+                       q.pieces[j].numel * itemsize);
+            }
+            verify(me, &whole);
+        }
+    }
+}
+
 /* Rank r's shard is `numel` * r / n long, so rank 0 has none; `behind` elements follow the last. */
 static struct request request_of_shards(struct rank *me, uint32_t kind, uint32_t dtype,
                                         uint64_t numel, uint64_t behind) {
@@ -539,6 +576,7 @@ const struct scenario scenarios[] = {
     {"staged_in_a_row", staged_in_a_row, ALWAYS},
     {"many_under_way", many_under_way, ALWAYS},
     {"pieces", pieces, ALWAYS},
+    {"scattered", scattered, ALWAYS},
     {"shards", shards, ALWAYS},
     {"unequal_parts", unequal_parts, ALWAYS},
     {"mismatches", mismatches, ALWAYS},
