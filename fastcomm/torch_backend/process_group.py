@@ -299,9 +299,7 @@ class ProcessGroup(dist.ProcessGroup):
             alike: dict[torch.dtype, list[Tensor]] = {}
             for flat in flats:
                 alike.setdefault(flat.dtype, []).append(flat)
-            calls = [
-                partial(shared.comm.all_reduce_coalesced, some, op) for some in alike.values()
-            ]
+            calls = [partial(shared.comm.all_reduce_coalesced, some, op) for some in alike.values()]
         return shared.run(calls, tensors, list(zip(tensors, flats, strict=True)), is_async(opts))
 
     def broadcast(self, tensors: list[Tensor], opts: Any = _BROADCAST) -> c10d.Work:

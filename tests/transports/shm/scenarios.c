@@ -201,9 +201,8 @@ static void scattered(struct rank *me) {
     uint64_t sizes[] = {1, 100, 1025, 5000, 70000, full ? 300001 : 66000};
     for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++) {
         for (uint32_t dtype = 0; dtype < SHM_DTYPES; dtype++) {
-            struct request whole =
-                prepare(me, SHM_ALL_REDUCE, dtype % 2 ? SHM_SUM : SHM_MEAN, dtype, sizes[i],
-                        me->private);
+            struct request whole = prepare(me, SHM_ALL_REDUCE, dtype % 2 ? SHM_SUM : SHM_MEAN,
+                                           dtype, sizes[i], me->private);
             struct request q = whole;
             take_apart(&q, me->private + AREA_BYTES);
             int status = wait_for(me, post(me, &q));
