@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import gc
+import os
+import signal
 import threading
 import time
 import weakref
@@ -16,9 +18,9 @@ import torch
 from fastcomm import FastcommError, PeerLostError, TimeoutError
 from fastcomm.comm import watchdog
 from fastcomm.comm.watchdog import leave_note
-from fastcomm.transports.group import work_queue
+from fastcomm.transports.group import exchange, work_queue
 from tests.contract import new_ranks
-from tests.support.bodies import communicator, leave, left, note, noted, raised, wait_for_note
+from tests.support.bodies import communicator, note, noted, raised, wait_for_note
 from tests.support.outcomes import values_of
 from tests.support.ranks import fresh_ranks
 from tests.support.transports import environment_of, over
@@ -60,23 +62,40 @@ def test_a_peer_that_closes_with_works_unfinished_is_named_soon(transport, world
     assert seconds < 2
 
 
-def _die_on_the_way(place):
+def _kill_in_the_midst_of_a_message(place):
     comm = communicator(place, timeout=timedelta(seconds=30))
-    comm.barrier()
+    tensor = torch.full((128 * 2**20,), float(place.rank), dtype=torch.bfloat16)
     if place.rank == 1:
-        threading.Timer(0.2, leave, (place, comm, "killed")).start()
-    tensor = torch.ones(25_000_000)
-    with pytest.raises(PeerLostError, match=r"rank 1 \(pid \d+\) died or cannot be reached"):
-        while True:
-            comm.all_reduce(tensor)
-    _, seconds = left(place)
-    assert seconds < 6
+        note(place, pid=os.getpid())
+    comm.barrier()
+    with mock.patch.object(exchange, "CHUNK_NBYTES", tensor.nbytes):  # one message
+        while place.rank == 1:
+            comm.broadcast(tensor, src=1)
+        work = _stopped_broadcast(comm, tensor, int(noted(place, "pid")))
+    os.kill(int(noted(place, "pid")), signal.SIGKILL)
+    with pytest.raises(PeerLostError, match=r"^rank 1 \(pid \d+\) died or cannot be reached"):
+        work.wait()
+
+
+def _stopped_broadcast(comm, tensor, pid):
+    """A broadcast of rank 1's ones, whose process stands still when less than half have come."""
+    while True:
+        work = comm.broadcast(tensor.zero_(), src=1, async_op=True)
+        while not tensor[0]:
+            time.sleep(0.0001)
+        os.kill(pid, signal.SIGSTOP)
+        time.sleep(0.1)  # for what it had handed to the kernel
+        if not tensor[tensor.numel() // 2]:
+            return work
+        os.kill(pid, signal.SIGCONT)
+        work.wait()
 
 
 def test_a_rank_that_dies_while_its_data_is_on_its_way_is_missed_soon():
     """Gloo does not tell who waits for a message that has begun to come."""
     env = [environment_of("hierarchical", rank) for rank in range(2)]
-    values_of(fresh_ranks(2, _die_on_the_way, transport="hierarchical", env=env), 1)
+    outcomes = fresh_ranks(2, _kill_in_the_midst_of_a_message, transport="hierarchical", env=env)
+    values_of(outcomes, 1)
 
 
 def _close_with_data_in_flight(place):
