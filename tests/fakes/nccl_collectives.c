@@ -18,6 +18,7 @@ struct operation {
 };
 
 static _Thread_local int group_depth;
+static _Thread_local ncclResult_t group_failure; /* of a call in it: then nothing of it runs */
 static _Thread_local struct operation *queue;
 static _Thread_local size_t n_queued;
 
@@ -255,7 +256,7 @@ static ncclResult_t put_in_queue(const struct operation *o) {
     return ncclSuccess;
 }
 
-static ncclResult_t launch(const struct operation o, int fault) {
+static ncclResult_t check_and_run(const struct operation o, int fault) {
     const char *function = collectives[o.kind].function;
     ncclResult_t result = begin(o.comm, function, fault);
     if (result != ncclSuccess) {
@@ -282,6 +283,14 @@ static ncclResult_t launch(const struct operation o, int fault) {
         return fail(ncclUnhandledCudaError, function, "invalid resource handle");
     }
     return group_depth > 0 ? put_in_queue(&o) : run(&o, 1);
+}
+
+static ncclResult_t launch(const struct operation o, int fault) {
+    ncclResult_t result = check_and_run(o, fault);
+    if (group_depth > 0 && result != ncclSuccess) {
+        group_failure = result;
+    }
+    return result;
 }
 
 EXPORT ncclResult_t ncclAllReduce(const void *input, void *output, size_t count,
@@ -421,8 +430,11 @@ EXPORT ncclResult_t ncclGroupEnd(void) {
     size_t n = n_queued;
     queue = NULL;
     n_queued = 0;
-    ncclResult_t result;
-    if (n == 0) {
+    ncclResult_t result = group_failure;
+    group_failure = ncclSuccess;
+    if (result != ncclSuccess) {
+        n = 0;
+    } else if (n == 0) {
         result = begin_without_comm("ncclGroupEnd", fault);
     } else {
         result = begin(operations[0].comm, "ncclGroupEnd", fault);

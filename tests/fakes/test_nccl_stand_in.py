@@ -280,14 +280,20 @@ def test_a_message_has_a_peer_and_a_buffer(
 
 
 @pytest.mark.parametrize("call", [send, recv])
-def test_a_message_that_is_told_to_fail_is_not_in_the_group(
+def test_a_group_with_a_message_that_fails_does_not_run(
     nccl: ctypes.CDLL, alone: c_void_p, call: Callable[..., int]
 ) -> None:
     name = b"ncclSend" if call is send else b"ncclRecv"
     assert nccl.stand_in_fail(name, SYSTEM_ERROR, 0) == 0
-    with group(nccl):
+    tensors = torch.ones(3), torch.zeros(3)
+    with group(nccl, SYSTEM_ERROR):
         assert call(nccl, alone, torch.ones(3), 0) == SYSTEM_ERROR
-    assert nccl.stand_in_fail(name, 0, 0) == 0
+        assert nccl.stand_in_fail(name, 0, 0) == 0
+        assert send(nccl, alone, tensors[0], 0) == recv(nccl, alone, tensors[1], 0) == 0
+    assert tensors[1].tolist() == [0, 0, 0]
+    with group(nccl):
+        assert send(nccl, alone, tensors[0], 0) == recv(nccl, alone, tensors[1], 0) == 0
+    assert tensors[1].tolist() == [1, 1, 1]
 
 
 # NCCL: several processes

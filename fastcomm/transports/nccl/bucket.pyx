@@ -19,7 +19,7 @@ from fastcomm.transports.cuda.multi_tensor cimport MultiTensor
 from fastcomm.comm.gathering cimport GatheringBucket
 from fastcomm.comm.gradient_slot cimport GradientSlot
 from fastcomm.transports.nccl.calls cimport (
-    ALL_REDUCE, REDUCE_SCATTER_V, Call, Kind, call_all, name_of, reduce_scatter_v,
+    ALL_REDUCE, REDUCE_SCATTER_V, Call, Kind, call_all, reduce_scatter_v,
 )
 from fastcomm.transports.nccl.lane cimport Lane, InFlight
 from fastcomm.transports.nccl.library cimport dtype_number, ncclSuccess, op_number
@@ -234,6 +234,7 @@ cdef class NcclBucket(GatheringBucket):
         cdef Link link = self.link
         cdef double scale = 1.0 / link.world_size if op == "mean" else 1.0
         cdef const void *divisor = NULL
+        cdef const char *failed = NULL
         cdef int code
         link.check_usable()
         if weight is not None:  # what is added is scaled before
@@ -261,12 +262,12 @@ cdef class NcclBucket(GatheringBucket):
         try:
             code = self._launch_on(
                 work.in_flight, current, scale, divisor, flattens,
-                op_number(op if weight is None else "sum"), work.span,
+                op_number(op if weight is None else "sum"), work.span, &failed,
             )
         finally:
             link.launches.end(self.lane, work.in_flight, work.is_captured)
         if code != ncclSuccess:
-            raise link.reason(link.error(code, name_of(self.calls)))
+            raise link.reason(link.error(code, failed))
         work.bucket, work.op = self, op
         work.epoch, work.number = link.epoch, work.in_flight.number
         self.posted = self.last = work
@@ -275,9 +276,11 @@ cdef class NcclBucket(GatheringBucket):
 
     cdef int _launch_on(
         self, InFlight in_flight, CUstream current, double scale, const void *divisor,
-        bint flattens, int op, Span span,
+        bint flattens, int op, Span span, const char **failed,
     ) except -1:
-        """Launches all steps of a bucket in one release of the GIL. Returns NCCL's code."""
+        """Launches all steps of a bucket in one release of the GIL. Returns NCCL's code. failed:
+        see call_all().
+        """
         cdef void *wire = self.wire_address
         cdef bint scatters = self.scattering is not None, is_in_place = not self.kept
         cdef CUstream stream = self.lane.stream.handle
@@ -301,7 +304,7 @@ cdef class NcclBucket(GatheringBucket):
                 if flattens and is_in_place:  # scaled here: ncclAvg would turn NVLink SHARP off
                     self.gathering.flatten_on(stream, wire, scale, divisor)
                 _record(began, stream)
-                code = call_all(self.calls, self.n_calls, self.lane.comm, stream)
+                code = call_all(self.calls, self.n_calls, self.lane.comm, stream, failed)
                 if code != ncclSuccess:
                     return code
                 if scatters:

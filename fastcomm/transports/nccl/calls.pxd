@@ -16,8 +16,9 @@ cdef struct Call:
     int dtype, op, root
 
 
-cdef int call_all(const Call *calls, size_t n, ncclComm_t comm, void *stream) noexcept nogil
-cdef const char *name_of(const Call *call) noexcept
+cdef int call_all(
+    const Call *calls, size_t n, ncclComm_t comm, void *stream, const char **failed
+) noexcept nogil
 cdef size_t sends_and_receives(
     Call *calls, char *source, char *target, list sent, list received, size_t itemsize, int dtype
 ) except? 0

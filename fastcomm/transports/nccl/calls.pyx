@@ -10,31 +10,36 @@ for each shard: ncclReduce to its owner, ncclBroadcast from it.
 from fastcomm.transports.nccl.library cimport nccl, ncclComm_t, ncclSuccess
 
 
-cdef tuple NAMES = (
+cdef const char *NAMES[7]  # by Kind
+NAMES[:] = [
     b"ncclAllReduce", b"ncclBroadcast", b"ncclAllGather", b"ncclReduceScatter", b"ncclReduce",
     b"ncclSend", b"ncclRecv",
-)  # by Kind
+]
 
 
-cdef const char *name_of(const Call *call) noexcept:
-    """The function's, for messages."""
-    return NAMES[<int>call.kind]
-
-
-cdef int call_all(const Call *calls, size_t n, ncclComm_t comm, void *stream) noexcept nogil:
-    """Makes the calls, several as one group, which it ends in any case. Returns NCCL's code: the
-    first that is not success.
+cdef int call_all(
+    const Call *calls, size_t n, ncclComm_t comm, void *stream, const char **failed
+) noexcept nogil:
+    """Makes the calls, several as one group, which it always ends. Returns NCCL's code: the
+    first that is not success. failed: the name of the function that returned it.
     """
     cdef int code, end
     cdef size_t i
     if n == 1:
+        failed[0] = NAMES[<int>calls.kind]
         return _call(calls, comm, stream)
+    failed[0] = b"ncclGroupStart"
     code = nccl.group_start()
+    if code != ncclSuccess:
+        return code
     for i in range(n):
         if code == ncclSuccess:
+            failed[0] = NAMES[<int>calls[i].kind]
             code = _call(&calls[i], comm, stream)
     end = nccl.group_end()
-    return code if code != ncclSuccess else end
+    if code == ncclSuccess:
+        failed[0], code = b"ncclGroupEnd", end
+    return code
 
 
 cdef int _call(const Call *call, ncclComm_t comm, void *stream) noexcept nogil:

@@ -30,7 +30,7 @@ from fastcomm.transports.cuda.clock cimport DeviceClock
 from fastcomm.transports.cuda.driver cimport CUcontext, CUstream, Device, Event, check, driver
 from fastcomm.transports.nccl.calls cimport (
     ALL_GATHER, ALL_GATHER_V, ALL_REDUCE, ALL_TO_ALL, BROADCAST, GATHER, REDUCE_SCATTER, SCATTER,
-    Call, Kind, all_gather_v, call_all, name_of, sends_and_receives,
+    Call, Kind, all_gather_v, call_all, sends_and_receives,
 )
 from fastcomm.transports.nccl.lane cimport Lane, InFlight
 from fastcomm.transports.nccl.launches cimport Launches
@@ -560,33 +560,34 @@ cdef class NcclCommunicator:
         cdef Lane lane = link.lanes[0]
         cdef InFlight in_flight = work.in_flight
         cdef CUstream current = work.launched_on
+        cdef const char *failed = NULL
         cdef int code
         try:
             link.launches.begin(lane, in_flight, op)
             work.epoch, work.number = link.epoch, in_flight.number
             try:
                 with nogil:  # may wait inside NCCL, which connects at the first collective
-                    code = _launch_on(lane, in_flight, current, calls, n)
+                    code = _launch_on(lane, in_flight, current, calls, n, &failed)
             finally:
                 link.launches.end(lane, in_flight, work.is_captured)
             if code != ncclSuccess:
-                raise link.error(code, name_of(calls))
+                raise link.error(code, failed)
         except FastcommError as error:
             raise link.reason(error) from error
         return 0
 
 
 cdef int _launch_on(
-    Lane lane, InFlight in_flight, CUstream current, Call *calls, size_t n
+    Lane lane, InFlight in_flight, CUstream current, Call *calls, size_t n, const char **failed
 ) except -1 nogil:
-    """Returns NCCL's code."""
+    """Returns NCCL's code. failed: see call_all()."""
     cdef CUstream stream = lane.stream.handle
     cdef CUcontext before = lane.device.enter()
     cdef int code
     try:
         check(driver.record_event(lane.ready.handle, current), b"cuEventRecord")
         check(driver.wait_event(stream, lane.ready.handle, 0), b"cuStreamWaitEvent")
-        code = call_all(calls, n, lane.comm, stream)
+        code = call_all(calls, n, lane.comm, stream, failed)
         if code == ncclSuccess:
             check(driver.record_event(in_flight.done.handle, stream), b"cuEventRecord")
     finally:

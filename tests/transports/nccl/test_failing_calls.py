@@ -86,6 +86,16 @@ def test_a_collective_that_fails_on_one_rank_is_the_same_nccl_error_on_all(name)
             assert "rank 1" in message
 
 
+def _fail_in_all_to_all(place, function):
+    return _fail_in(place, function, functools.partial(_call, "all_to_all_single"), code=2)
+
+
+@pytest.mark.parametrize("function", ["ncclRecv", "ncclGroupStart", "ncclGroupEnd"])
+def test_of_a_group_the_call_that_failed_is_named(function):
+    for message in values_of(outcomes_of(2, _fail_in_all_to_all, function)):
+        assert f"{function} failed with code 2, unhandled system error: {function} : " in message
+
+
 def _fail_in_a_bucket(place):
     comm = communicator(place)
     model = mlp()
