@@ -22,6 +22,7 @@ from torch import Tensor
 
 from fastcomm.comm.collective import check_root
 from fastcomm.comm.communicator import Work
+from fastcomm.comm.lifetime import Lifetime, again
 from fastcomm.comm.transport import Transport
 from fastcomm.errors import FastcommError, PeerLostError, has_closed
 
@@ -35,7 +36,7 @@ class Channels:
         """
         self._connect = connect
         self._rank = comm.rank
-        self._failure: FastcommError | None = None  # what a meeting ends with, once these have
+        self._life = Lifetime()
         self._channels: dict[tuple[int, int], _Channel] = {}
         weakref.finalize(comm, self.end, aborts=True).atexit = False
 
@@ -54,18 +55,18 @@ class Channels:
         comm.refuse_capture(name)
         channel = self._channels.get((src, dst))
         if channel is None:
-            channel = _Channel(src, dst, peer, self._connect)
+            channel = _Channel(src, dst, peer, self._connect, self._life)
             self._channels[src, dst] = channel
         return channel.move(tensor, async_op)
 
     def look(self) -> None:
         """Raises what ends a meeting: the communicator has ended on this rank."""
-        if self._failure is not None:
-            raise self._failure
+        if self._life.failure is not None:
+            raise again(self._life.failure)
 
     def end(self, aborts: bool) -> None:
         aborted = f"rank {self._rank} has aborted this communicator"
-        self._failure = FastcommError(aborted if aborts else has_closed(self._rank))
+        self._life.end(FastcommError(aborted if aborts else has_closed(self._rank)))
         for channel in self._channels.values():
             channel.end(aborts)
 
@@ -77,14 +78,20 @@ class _Channel:
     """
 
     def __init__(
-        self, src: int, dst: int, peer: int, connect: Callable[[int, int], Transport]
+        self,
+        src: int,
+        dst: int,
+        peer: int,
+        connect: Callable[[int, int], Transport],
+        life: Lifetime,
     ) -> None:
+        """life: of all channels."""
         self._name = f"a message from rank {src} (here rank 0) to rank {dst} (here rank 1)"
         self._peer = peer
         self._make = partial(connect, src, dst)
+        self._life = life
         self._comm: Transport | None = None
         self._failure: FastcommError | None = None  # of the meeting
-        self._has_ended = False
         self._newest: _Message | None = None
         self._queue: SimpleQueue[_Message | None] | None = None
 
@@ -132,7 +139,7 @@ class _Channel:
             except BaseException as error:  # of a signal handler, say
                 self._failure = FastcommError(f"{error!r} has interrupted the first message")
                 raise
-            if self._has_ended:  # while the ranks met
+            if self._life.failure is not None:  # while the ranks met
                 self._comm.abort()
         return self._comm
 
@@ -148,7 +155,6 @@ class _Channel:
             raise type(error)(f"{self._name}: {error}") from error
 
     def end(self, aborts: bool) -> None:
-        self._has_ended = True
         if self._queue is not None:
             self._queue.put(None)
         if self._comm is None:

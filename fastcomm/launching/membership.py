@@ -191,7 +191,7 @@ class Fixed:
         try:
             part = None
             if own is not None:
-                part = self._make_part(comm.rank, ranks, comm.timeout, name, _SPLIT)
+                part = self._make_part(ranks, comm.timeout, name, _SPLIT)
         except BaseException:
             with contextlib.suppress(FastcommError):
                 comm.barrier()
@@ -208,7 +208,7 @@ class Fixed:
                 peer = dst if rank == src else src
                 look = partial(self._look_for_peer, peer, pids[peer])
                 name, caller = f"channel {src} {dst}", _SEND if rank == src else _RECV
-                return self._make_part(rank, [src, dst], timeout, name, caller, look)
+                return self._make_part([src, dst], timeout, name, caller, look)
 
             self._channels = Channels(comm, connect)
         return self._channels
@@ -228,15 +228,14 @@ class Fixed:
 
     def _make_part(
         self,
-        rank: int,
         ranks: list[int],
         timeout: timedelta,
         name: str,
         caller: Caller,
         look: Callable[[], None] | None = None,
     ) -> Transport:
-        """The communicator of these ranks, numbered as in the list. rank: this one."""
-        store = self._bootstrap.part(name)
+        """The communicator of these ranks, numbered as in the list."""
+        rank, store = self._bootstrap.rank, self._bootstrap.part(name)
         place = ranks.index(rank), len(ranks)
         try:
             bootstrap = StoreBootstrap(store, *place, timeout, caller, ranks, look)
