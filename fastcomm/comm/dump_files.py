@@ -88,18 +88,20 @@ def _threads() -> dict[str, list[str]]:
 
 
 def _as_dict(recorder: FlightRecorder) -> dict[str, Any]:
+    channel = recorder.channel
     return {
         "backend": recorder.backend,
-        "rank": recorder.rank,
+        "rank": recorder.rank if channel is None else channel[recorder.rank],
         "pids": recorder.pids,
+        "channel": channel,
         "names": {str(label): names for label, names in recorder.names.items()},
         "activities": {name: one.in_words() for name, one in list(recorder.activities.items())},
         "entries": [
             {
                 "epoch": entry.epoch,
                 "number": number,
-                "what": in_words(entry),
-                "kind": entry.kind,
+                "what": in_words(entry) if channel is None else _message_in_words(entry),
+                "kind": entry.kind if channel is None else "message",
                 "op": entry.op,
                 "dtype": None if entry.dtype is None else name_of(entry.dtype),
                 "numel": entry.numel,
@@ -113,6 +115,7 @@ def _as_dict(recorder: FlightRecorder) -> dict[str, Any]:
                 "is_over": is_over,
             }
             for number, entry, is_over in _numbered(recorder)
+            if channel is None or entry.kind == "broadcast"
         ],
     }
 
@@ -142,6 +145,12 @@ def in_words(entry: Entry) -> str:
         label=entry.label,
         step=0 if entry.label else entry.step,
     )
+
+
+def _message_in_words(entry: Entry) -> str:
+    """A broadcast of a channel: the ranks of that are numbered otherwise."""
+    assert entry.dtype is not None  # for the type checker
+    return sentence("message", entry.numel, entry.dtype)
 
 
 def _nbytes(entry: Entry) -> int:
@@ -176,7 +185,8 @@ def _position(entry: Entry) -> tuple[int, int]:
 
 def _as_torch(recorders: list[FlightRecorder]) -> dict[str, Any]:
     """The communicators of all ranks in the format of torch's flight recorder, version 2.10."""
-    n_ranks = max(len(recorder.pids) for recorder in recorders)
+    recorders = [recorder for recorder in recorders if recorder.channel is None]
+    n_ranks = max((len(recorder.pids) for recorder in recorders), default=0)
     of_all = [recorder for recorder in recorders if len(recorder.pids) == n_ranks]
     entries: list[dict[str, Any]] = []
     groups: dict[str, dict[str, str]] = {}

@@ -23,6 +23,7 @@ cdef class FlightRecorder:
     cdef readonly tuple pids
     cdef public uint64_t epoch
     cdef readonly int owner
+    cdef public tuple channel
     cdef readonly dict names
     cdef readonly object activities
     cdef list kept

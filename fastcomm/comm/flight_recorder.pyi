@@ -42,6 +42,7 @@ class Entry:
 
 class FlightRecorder:
     epoch: int
+    channel: tuple[int, int] | None
     def __init__(self, backend: str, rank: int, pids: tuple[int, ...]) -> None: ...
     @property
     def backend(self) -> str: ...

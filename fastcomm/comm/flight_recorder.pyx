@@ -62,6 +62,7 @@ cdef class FlightRecorder:
     """The newest N_KEPT collectives of one communicator.
 
     pids: of the communicator's processes, by rank. owner: the process that has made it.
+    channel: of a channel, from which rank to which its messages go, as their callers number them.
     names: what a bucket holds, by label, for those who read the entries.
     activities: what says by in_words() what the process does, on any thread; by its name,
         "reducer 0". Keeps nothing alive.

@@ -30,6 +30,7 @@ _COMMUNICATOR = {
     "backend": str,
     "rank": messages.NUMBER,
     "pids": [messages.PID],
+    "channel": {None, (messages.NUMBER, messages.NUMBER)},
     "names": {str: str},
     "activities": {str: str},
     "entries": [_ENTRY],
@@ -50,7 +51,7 @@ PATIENCE_S = 10.0  # how long ranks have to answer
 @dataclass
 class Rank:
     """One rank of one communicator, as its dump shows it. entries: of its FlightRecorder, as are
-    names and activities.
+    names and activities. idle: what to say of it where there are none.
     """
 
     rank: int
@@ -58,6 +59,7 @@ class Rank:
     entries: list[dict[str, Any]]
     names: dict[str, str]
     activities: dict[str, str] = field(default_factory=dict)
+    idle: str = "it has called no collective"
 
     def waits_for(self, over: Container[tuple[int, int]]) -> dict[str, Any] | None:
         """The oldest collective that is over neither here nor, as its position in `over` says,
@@ -79,7 +81,9 @@ class Rank:
         return any(position_of(entry) >= position for entry in self.entries)
 
     def named(self, entry: dict[str, Any]) -> str:
-        """The collective in words, with the parameters of a bucket."""
+        """The collective in words, with the parameters of a bucket; or the message."""
+        if entry["kind"] == "message":
+            return f"a {entry['what']}"
         names = self.names.get(str(entry["label"]))
         number = entry["number"] or "still without a number"
         return f"collective number {number}, {entry['what']}" + (f" of {names}" if names else "")
@@ -87,11 +91,24 @@ class Rank:
 
 @dataclass
 class Group:
-    """A communicator: the ranks that have the same processes, in the same order."""
+    """A communicator: the ranks that have the same processes, in the same order. channel: of a
+    channel, from which rank to which its messages go; these are its ranks.
+    """
 
     backend: str
     n_ranks: int
     ranks: list[Rank] = field(default_factory=list)
+    channel: tuple[int, int] | None = None
+
+    def in_words(self) -> str:
+        if self.channel is None:
+            return f"Communicator {self.backend!r} of {self.n_ranks} ranks:"
+        return f"Messages from rank {self.channel[0]} to rank {self.channel[1]}:"
+
+    @property
+    def absent(self) -> list[int]:
+        """The ranks that have left no dump."""
+        return sorted(set(self.channel or range(self.n_ranks)) - {one.rank for one in self.ranks})
 
 
 def diagnose(folder: Path) -> list[str]:
@@ -103,7 +120,8 @@ def diagnose(folder: Path) -> list[str]:
     for why, ranks in _reasons(files).items():
         lines.append(f"  {_ranks_in_words(ranks)}: {why}")
     for group in groups_of(files):
-        lines += ["", *verdict(group)]
+        if group.channel is None or any(one.waits_for(()) for one in group.ranks):
+            lines += ["", *verdict(group)]
     return lines
 
 
@@ -132,22 +150,36 @@ def _reasons(files: Sequence[dict[str, Any]]) -> dict[str, list[int]]:
 
 
 def groups_of(files: Sequence[dict[str, Any]]) -> list[Group]:
-    """The communicators, the widest first. Those of the same processes and backend are told apart
-    by the order in which each rank has made them.
+    """The communicators and their channels, the widest first. Those of the same processes and
+    backend are told apart by the order in which each rank has made them.
     """
     groups: dict[tuple[Any, ...], Group] = {}
     for file in files:
         seen: dict[tuple[Any, ...], int] = {}
         for one in file["communicators"]:
-            alike = one["backend"], *one["pids"]
+            pids = tuple(one["pids"])
+            channel = None if one["channel"] is None else tuple(one["channel"])
+            alike = channel or one["backend"], pids
             seen[alike] = seen.get(alike, 0) + 1
             group = groups.setdefault(
-                (seen[alike], *alike), Group(one["backend"], len(one["pids"]))
+                (seen[alike], *alike), Group(one["backend"], len(pids), channel=channel)
             )
             group.ranks.append(
                 Rank(one["rank"], file, one["entries"], one["names"], one["activities"])
             )
+    for (_, _, pids), group in groups.items():
+        group.ranks += _other_end_of(group, pids, files)
     return sorted(groups.values(), key=lambda group: -group.n_ranks)
+
+
+def _other_end_of(
+    group: Group, pids: Sequence[int], files: Sequence[dict[str, Any]]
+) -> Iterator[Rank]:
+    """The rank that has left a dump, and has not begun this channel."""
+    for rank, pid, call in zip(group.channel or (), pids, ("send()", "recv()"), strict=False):
+        of_it = [file for file in files if file["pid"] == pid]
+        if rank in group.absent and len(of_it) == 1:  # pids are of one host
+            yield Rank(rank, of_it[0], [], {}, idle=f"it has not called {call}")
 
 
 def position_of(entry: dict[str, Any]) -> tuple[int, int]:
@@ -160,8 +192,8 @@ def verdict(group: Group) -> list[str]:
 
 
 def _verdict(group: Group) -> Iterator[str]:
-    absent = sorted(set(range(group.n_ranks)) - {one.rank for one in group.ranks})
-    yield f"Communicator {group.backend!r} of {group.n_ranks} ranks:"
+    absent = group.absent
+    yield group.in_words()
     # On a GPU a rank learns late that something is over. Where one has its result, all have come to
     # it: but not to a broadcast, whose source need not wait, nor to what gathers shards, of which
     # one may be empty.
@@ -180,7 +212,7 @@ def _verdict(group: Group) -> Iterator[str]:
         late = [one for one in group.ranks if not one.has_come_to(position)]
         yield from _who_waits(there, position)
         for one in late:
-            yield from _who_is_late(one, position)
+            yield from _who_is_late(one, "it" if group.channel else f"number {position[1]}")
         if not late and not absent:
             yield (
                 "  all ranks have come to it: it moves slowly, or the way between them is broken"
@@ -211,11 +243,11 @@ def _who_waits(there: Sequence[Rank], position: tuple[int, int]) -> Iterator[str
         yield f"  {_ranks_in_words(ranks)} wait{'s' if len(ranks) == 1 else ''} for {what}"
 
 
-def _who_is_late(one: Rank, position: tuple[int, int]) -> Iterator[str]:
+def _who_is_late(one: Rank, where: str) -> Iterator[str]:
     newest = one.newest
-    yield f"  {one.in_words()} has not come to number {position[1]}"
+    yield f"  {one.in_words()} has not come to {where}"
     if newest is None:
-        yield "    it has called no collective"
+        yield f"    {one.idle}"
     elif newest["ended_ns"]:
         ago = (one.file["time_ns"] - newest["ended_ns"]) / 1e9
         yield f"    its last was {one.named(newest)}"

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from fastcomm.comm.collective import check_root
 from fastcomm.comm.communicator import Work
+from fastcomm.comm.flight_recorder import FlightRecorder
 from fastcomm.comm.lifetime import Lifetime, again
 from fastcomm.comm.transport import Transport
 from fastcomm.errors import FastcommError, PeerLostError, has_closed
@@ -35,7 +36,7 @@ class Channels:
         it waits for the other rank it calls look() of this.
         """
         self._connect = connect
-        self._rank = comm.rank
+        self._rank, self._pids = comm.rank, comm.pids
         self._life = Lifetime()
         self._channels: dict[tuple[int, int], _Channel] = {}
         weakref.finalize(comm, self.end, aborts=True).atexit = False
@@ -55,9 +56,24 @@ class Channels:
         comm.refuse_capture(name)
         channel = self._channels.get((src, dst))
         if channel is None:
-            channel = _Channel(src, dst, peer, self._connect, self._life)
+            channel = _Channel(src, dst, peer, self._meet, self._life)
             self._channels[src, dst] = channel
         return channel.move(tensor, async_op)
+
+    def _meet(self, src: int, dst: int, tensor: Tensor) -> Transport:
+        """Makes the communicator of a channel. Until it is there, a dump shows the first message as
+        one that this rank waits for.
+        """
+        flight = FlightRecorder("", int(self._rank == dst), (self._pids[src], self._pids[dst]))
+        flight.channel = src, dst
+        flight.note("broadcast", tensor.dtype, tensor.numel(), 1)
+        try:
+            comm = self._connect(src, dst)
+        except FastcommError as error:
+            Lifetime().end(error)  # tells who writes dumps of failures
+            raise
+        comm.flight.channel = src, dst
+        return comm
 
     def look(self) -> None:
         """Raises what ends a meeting: the communicator has ended on this rank."""
@@ -82,13 +98,13 @@ class _Channel:
         src: int,
         dst: int,
         peer: int,
-        connect: Callable[[int, int], Transport],
+        meet: Callable[[int, int, Tensor], Transport],
         life: Lifetime,
     ) -> None:
         """life: of all channels."""
         self._name = f"a message from rank {src} (here rank 0) to rank {dst} (here rank 1)"
         self._peer = peer
-        self._make = partial(connect, src, dst)
+        self._make = partial(meet, src, dst)
         self._life = life
         self._comm: Transport | None = None
         self._failure: FastcommError | None = None  # of the meeting
@@ -97,7 +113,7 @@ class _Channel:
 
     def move(self, tensor: Tensor, async_op: bool) -> Work | None:
         if self._is_idle() and not async_op:
-            comm = self._communicator()
+            comm = self._communicator(tensor)
             with self.naming_ranks():
                 return comm.broadcast(tensor)
         message = self._newest = _Message(self, tensor)
@@ -114,7 +130,7 @@ class _Channel:
 
     def launch(self, tensor: Tensor) -> Work:
         """On the thread."""
-        comm = self._communicator()
+        comm = self._communicator(tensor)
         with self.naming_ranks():
             work = comm.broadcast(tensor, async_op=True)
             assert work is not None  # for the type checker
@@ -126,13 +142,15 @@ class _Channel:
         """Whether the thread has nothing left to do: it takes one message after the other."""
         return self._newest is None or self._newest.is_launched
 
-    def _communicator(self) -> Transport:
-        """Errors of the meeting name the ranks as users do."""
+    def _communicator(self, first: Tensor) -> Transport:
+        """first: what the first message passes on. Errors of the meeting name the ranks as users
+        do.
+        """
         if self._failure is not None:
             raise self._failure
         if self._comm is None:
             try:
-                self._comm = self._make()
+                self._comm = self._make(first)
             except FastcommError as error:
                 self._failure = error
                 raise

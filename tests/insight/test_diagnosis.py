@@ -96,6 +96,38 @@ def _check_that_torch_names(rank: int, folder: Path) -> None:
     assert f"missing ranks: {{{rank}}}" in said and "all_reduce" in said, said
 
 
+def _expect_a_message(place: Place, n_sent: int) -> None:
+    comm = communicator(place, timeout=timedelta(seconds=3))
+    comm.barrier()
+    folder = Path(os.environ[dump.VARIABLE])
+    if place.rank == 0:
+        with pytest.raises(fastcomm.TimeoutError):
+            while True:  # over NCCL the host does not wait
+                comm.recv(torch.ones(4), src=LATE)
+                time.sleep(0.1)
+        dump.await_dumps()
+        return
+    for _ in range(n_sent if place.rank == LATE else 0):
+        comm.send(torch.ones(4), dst=0)
+    _await_dump(folder, os.getpid())
+
+
+@pytest.mark.parametrize("n_sent", [0, 1])
+@pytest.mark.parametrize("backend", EVERY_TRANSPORT)
+def test_a_message_that_never_comes_is_shown_with_where_its_sender_stands(
+    backend, n_sent, tmp_path
+):
+    folder = tmp_path / "dumps"
+    environments = _environments(backend, 3, folder)
+    values_of(fresh_ranks(3, _expect_a_message, n_sent, transport=backend, env=environments))
+    _, verdict = "\n".join(diagnosis.diagnose(folder)).split("Messages from rank 1 to rank 0:\n")
+    assert verdict.startswith("  rank 0 waits for a message of 4 float32 elements\n"), verdict
+    assert f"  rank {LATE} (pid " in verdict and "has not come to it\n" in verdict, verdict
+    last = "its last was a message of 4 float32 elements" if n_sent else "it has not called send()"
+    assert last in verdict and "in _expect_a_message: _await_dump(" in verdict, verdict
+    assert "no dump" not in verdict
+
+
 def _lose_a_rank(place: Place) -> None:
     comm = communicator(place)
     comm.barrier()
