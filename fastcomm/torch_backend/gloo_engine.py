@@ -27,6 +27,8 @@ from fastcomm.torch_backend.work import BackendWork, Finished, Places, put_all, 
 # How often a rank that waits for a collective looks for processes that have ended. Gloo ends at
 # once only the waits for the lost rank itself; others would last until the time-out.
 _LOOK_S = 1.0
+# In the errors of Gloo's connections, which name the source file. Others refuse the arguments.
+_OF_CONNECTIONS = "gloo/transport"
 
 
 class GlooEngine:
@@ -86,7 +88,8 @@ class GlooEngine:
         """Raises as raise_if_lost, but first gives a process whose connection broke the time to
         end.
         """
-        self._blame(self._peers.ended_soon(), name, error)
+        has_broken = _OF_CONNECTIONS in str(error)
+        self._blame(self._peers.ended_soon() if has_broken else self._peers.ended(), name, error)
 
     def _blame(self, ended: dict[int, int], name: str, error: RuntimeError | None) -> None:
         if not ended:
