@@ -448,18 +448,18 @@ class ShardedOptimizer(Optimizer):
 
     @property
     def options(self) -> GroupOptions:
-        """For elastic(): what a scheduler changes, apart from the state."""
+        """For the reducer: what a scheduler changes, apart from the state."""
         return GroupOptions(self)
 
     def keep_copies(self) -> None:
-        """For elastic(): from now on a step counts once each rank's shards have a copy on another
-        rank. Collective.
+        """For the reducer: from now on a step counts once each rank's shards have a copy on
+        another rank. Collective.
         """
         self._copies, self._is_aside = self._copies or ShardCopies(), False
         self._copy()
 
     def drop_copies(self) -> None:
-        """For elastic(): the loop has ended."""
+        """For the reducer: the loop of elastic() has ended."""
         self._copies, self._is_aside = None, False
 
     def _copy(self) -> None:
@@ -480,7 +480,7 @@ class ShardedOptimizer(Optimizer):
         self.n_rounds_counted = self.reducer.n_rounds
 
     def stand_aside(self) -> None:
-        """For elastic(): a rank is lost. Lets go of the buckets, and keeps the copies."""
+        """For the reducer: a rank is lost. Lets go of the buckets, and keeps the copies."""
         self._let_go()
         self._is_aside, self.is_torn, self._is_mixed = True, False, False
         sharded_by = self.reducer.find(ShardedBy)
@@ -490,7 +490,7 @@ class ShardedOptimizer(Optimizer):
             self.reducer.steps.n = self._copies.counted.number
 
     def come_back(self) -> None:
-        """For elastic(): the ranks have met anew. Takes part where new processes make their
+        """For the reducer: the ranks have met anew. Takes part where new processes make their
         optimizers, and puts together the last step that counted. Collective.
         """
         validation.compare(self.comm, None, self._made_as, _MAKING)

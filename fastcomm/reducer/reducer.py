@@ -728,8 +728,8 @@ class Reducer(ReducerFlags):
         return has_failed and any(extension.outlives(error) for extension in self.extensions)
 
     def outlives_step(self, error: BaseException) -> bool:
-        """For a ShardedOptimizer, whose step has failed, or what the ranks do together before it:
-        whether the training goes on. Then they drop the step, and meet anew.
+        """For the reducer: whether training goes on though a ShardedOptimizer's step has failed, or
+        what the ranks do together before it. Then they drop the step, and meet anew.
         """
         elastic = self.find(Elastic)
         if elastic is None or not isinstance(error, FastcommError) or not elastic.outlives(error):

@@ -13,7 +13,6 @@ from fastcomm.errors import PeerLostError
 from fastcomm.torch_backend.gloo_engine import GlooEngine
 from fastcomm.torch_backend.peers import Peers
 
-
 # As Gloo says it; the path is that of its sources where torch was built.
 BROKEN = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer"
 
