@@ -138,10 +138,12 @@ class ShardCopies:
     """Of one ShardedOptimizer.
 
     counted: when the copies were made of the last step that counts; None: of none.
+    has_state: whether the optimizer has some; None: this rank steps nothing, and cannot tell.
     """
 
     def __init__(self) -> None:
         self.counted: Moment | None = None
+        self.has_state: bool | None = None
         self._held: dict[tuple[Moment, int], _Copy] = {}  # by moment and rank at that moment
         self._spare: list[_Copy] = []  # memory that the next copies take
         self._contents: list[list[Contents]] = []  # by rank, as of the last copies
@@ -149,6 +151,7 @@ class ShardCopies:
 
     def keep(self, comm: Transport, kept: Sequence[Kept]) -> None:
         """Makes the copies of this step, which counts when this returns. Collective."""
+        self.has_state = any(one.state for one in kept) if kept else None
         with called_by(_CALL):
             moment = self._begin(comm, [Contents.of(one) for one in kept])
             packed = self._room(self._contents[comm.rank], comm)
@@ -224,18 +227,20 @@ def put_together(
     comm: Transport, copies: ShardCopies | None, parameters: Sequence[Parameter]
 ) -> dict[Parameter, State]:
     """Gives every rank the parameters as they were when the last step counted, and returns their
-    whole states. Collective: who has no copies takes part, too, and where nobody has, nothing is
-    changed. Raises FastcommError, on every rank, where both a rank and the one that has its copy
-    are lost.
+    whole states. Collective: who has no copies takes part, too. Changes nothing where nobody has
+    any, or no step was made. Raises FastcommError, on every rank, where both a rank and the one
+    that has its copy are lost.
 
     parameters: the optimizer's, in the order of their numbers.
     """
-    own = None if copies is None else (copies.counted, copies.told())
+    own = None if copies is None else (copies.counted, copies.told(), copies.has_state)
     told = gather_objects(comm, own, _CALL)
     if all(one is None for one in told):
         return {}
     last = max((one[0] for one in told if one is not None and one[0] is not None), default=None)
     if last is None:
+        if {one[2] for one in told if one is not None} - {None} == {False}:
+            return {}  # no rank has made a step: all still have what they began with
         raise FastcommError(
             "a rank was lost before the ranks' shards had their first copies: load a checkpoint on "
             "every rank"

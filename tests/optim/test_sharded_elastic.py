@@ -190,18 +190,31 @@ def test_copies_stay_until_the_shards_that_are_cut_anew_have_theirs(backend):
     _check_trajectory(backend, ends)
 
 
-def _lose_one_before_the_first_copies(place: Place) -> str:
+def _lose_one_before_the_first_copies(place: Place, n_before: int) -> Any:
     training = ShardedTraining(place, communicator(place))
+    for step in range(n_before):
+        training.make(step)
     if place.rank == 1:
         shard_copies._pass_on = lambda *_: leave(place, training.reducer.comm, "killed")
+    if not n_before:
+        for step in training.loop():
+            training.make(step)
+        return training.end()
     with pytest.raises(FastcommError) as caught:
         next(training.loop())
     return str(caught.value)
 
 
 def test_a_rank_that_is_lost_before_the_first_copies_is_an_error_on_all():
-    for seen in values_of(_run("shm", 3, _lose_one_before_the_first_copies), 1):
+    for seen in values_of(_run("shm", 3, _lose_one_before_the_first_copies, 1), 1):
         assert seen.startswith("a rank was lost before the ranks' shards had their first copies")
+
+
+@over_every_transport
+def test_a_rank_may_be_lost_before_the_first_step(backend):
+    ends = values_of(_run(backend, 3, _lose_one_before_the_first_copies, 0), 1)
+    assert [one[0] for one in ends] == [[2] * STEPS] * 2
+    _check_trajectory(backend, ends)
 
 
 # ---- optimizers, options, and what a loop does ---------------------------------------------------
