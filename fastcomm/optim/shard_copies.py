@@ -1,4 +1,4 @@
-"""ShardCopies: while elastic() runs, what each rank steps has a copy on another rank, so that the
+"""ShardCopies: while elastic() runs, each rank keeps a copy of another rank's shards, so that the
 ranks can go on when one is lost.
 
 After every step each rank packs its shards, parameters and state, and passes a copy to the next
@@ -44,23 +44,28 @@ class Kept(NamedTuple):
 
 @tellable
 class KeptTensor(NamedTuple):
-    """A tensor in a copy. is_cut: as the parameter is."""
+    """A tensor in a copy.
+
+    is_cut: as the parameter is. is_on_host: as torch's step counts are, also of parameters that
+    are not.
+    """
 
     key: str
     dtype: torch.dtype
     shape: list[int]
     is_cut: bool
+    is_on_host: bool
 
     @property
     def nbytes(self) -> int:
-        """With what fills it up to the next one."""
+        """With padding."""
         numel = torch.Size(self.shape).numel()
         return -(-numel * self.dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
 
 
 @tellable
 class Contents(NamedTuple):
-    """What a copy has of one parameter. plain: of its state, what is no tensor."""
+    """What a copy has of one parameter. plain: the values in its state that are not tensors."""
 
     number: int
     begin: int
@@ -71,7 +76,10 @@ class Contents(NamedTuple):
     @staticmethod
     def of(kept: Kept) -> Contents:
         tensors = [
-            KeptTensor(key, value.dtype, list(value.shape), is_cut(key, value, kept.parameter))
+            KeptTensor(
+                *(key, value.dtype, list(value.shape), is_cut(key, value, kept.parameter)),
+                value.is_cpu,
+            )
             for key, value in _tensors_of(kept)
         ]
         plain = {k: value for k, value in kept.state.items() if not isinstance(value, Tensor)}
@@ -109,7 +117,7 @@ class _Copy:
         tensors = [(one.parameter, value) for one in kept for _, value in _tensors_of(one)]
         if not self._targets:
             self._targets = [
-                _laid_out(segment, tensor, parameter)
+                _lay_out(segment, tensor, parameter)
                 for (_, tensor, segment), (parameter, _) in zip(
                     self.segments(), tensors, strict=True
                 )
@@ -127,17 +135,29 @@ class _Copy:
         return found
 
 
-def _laid_out(segment: Tensor, tensor: KeptTensor, parameter: Parameter) -> Tensor:
+def _lay_out(segment: Tensor, tensor: KeptTensor, parameter: Parameter) -> Tensor:
     """A view on the segment, of the shape of what is packed there."""
     if not tensor.is_cut:
         return segment.view(tensor.shape)
     return segment.as_strided(parameter.size(), strides_of(parameter))
 
 
-class ShardCopies:
-    """Of one ShardedOptimizer.
+@tellable
+class Told(NamedTuple):
+    """What a rank tells the others of its copies. See ShardCopies.
 
-    counted: when the copies were made of the last step that counts; None: of none.
+    contents: of each copy, by moment and rank at that moment.
+    """
+
+    counted: Moment | None
+    contents: list[tuple[tuple[Moment, int], list[Contents]]]
+    has_state: bool | None
+
+
+class ShardCopies:
+    """The copies that one ShardedOptimizer keeps: its own shards' and another rank's.
+
+    counted: when those of the last step that counts were made; None: no step has counted.
     has_state: whether the optimizer has some; None: this rank steps nothing, and cannot tell.
     """
 
@@ -186,16 +206,19 @@ class ShardCopies:
         return Moment(meeting, number, comm.world_size)
 
     def _room(self, contents: list[Contents], comm: Transport) -> _Copy:
-        """For a copy of these, where the one before the last was if it had the same."""
+        """Reuses the memory of the copy before the last, unless the contents have changed: then
+        _begin() has made other lists of them.
+        """
         for copy in self._spare:
             if copy.contents is contents:
                 self._spare.remove(copy)
                 return copy
         return _Copy(contents, comm)
 
-    def told(self) -> list[tuple[tuple[Moment, int], list[Contents]]]:
+    def told(self) -> Told:
         """What the other ranks need to know of the copies here."""
-        return [(key, copy.contents) for key, copy in self._held.items()]
+        contents = [(key, copy.contents) for key, copy in self._held.items()]
+        return Told(self.counted, contents, self.has_state)
 
     def find(self, moment: Moment, rank: int) -> _Copy:
         return self._held[moment, rank]
@@ -233,19 +256,17 @@ def put_together(
 
     parameters: the optimizer's, in the order of their numbers.
     """
-    own = None if copies is None else (copies.counted, copies.told(), copies.has_state)
-    told = gather_objects(comm, own, _CALL)
-    if all(one is None for one in told):
-        return {}
-    last = max((one[0] for one in told if one is not None and one[0] is not None), default=None)
+    own = Told(None, [], None) if copies is None else copies.told()
+    told: list[Told] = gather_objects(comm, own, _CALL)
+    last = max((one.counted for one in told if one.counted is not None), default=None)
     if last is None:
-        if {one[2] for one in told if one is not None} - {None} == {False}:
-            return {}  # no rank has made a step: all still have what they began with
-        raise FastcommError(
-            "a rank was lost before the ranks' shards had their first copies: load a checkpoint on "
-            "every rank"
-        )
-    by_rank = [{} if one is None else dict(one[1]) for one in told]
+        if any(one.has_state for one in told):
+            raise FastcommError(
+                "a rank was lost before the ranks' shards had their first copies: load a "
+                "checkpoint on every rank"
+            )
+        return {}  # no rank has made a step: all still have what they began with
+    by_rank = [dict(one.contents) for one in told]
     holders = _holders(last, by_rank)
     whole: dict[Parameter, State] = {}
     for rank, holder in enumerate(holders):
@@ -269,7 +290,7 @@ def _holders(last: Moment, by_rank: Sequence[Container[tuple[Moment, int]]]) -> 
         if not having:
             raise FastcommError(
                 f"the shards of rank {former} are lost, and so is the rank that had a copy of "
-                "them: load a checkpoint on every rank"
+                "them: make the ShardedOptimizer anew, and load a checkpoint, on every rank"
             )
         holders.append(having[0])
     return holders
@@ -286,7 +307,8 @@ def _unpack(copy: _Copy, parameters: Sequence[Parameter], whole: dict[Parameter,
         if tensor.key == _VALUES:
             in_memory_order(parameter)[one.begin : one.end].copy_(segment)
         elif not tensor.is_cut:
-            state[tensor.key] = segment.view(tensor.shape).clone()
+            device = "cpu" if tensor.is_on_host else segment.device
+            state[tensor.key] = segment.view(tensor.shape).to(device, copy=True)
         else:
             if tensor.key not in state:
                 state[tensor.key] = empty_like(parameter, tensor.dtype)

@@ -464,20 +464,22 @@ class ShardedOptimizer(Optimizer):
 
     def _copy(self) -> None:
         """The step counts when this returns. Collective in elastic(); else there are no copies."""
-        if self._copies is None or self._is_aside:
-            return
-        parameters = self._parameters()
-        pieces = pieces_of(self._parts, parameters)
-        kept = [
-            Kept(i, *pieces[p][:3], self._inner.state.get(pieces[p].parameter, {}))
-            for i, p in enumerate(parameters)
-            if p in pieces
-        ]
-        if self.comm.rank == 0:  # all ranks have these alike
-            aside = enumerate(parameters)
-            kept += [Kept(i, 0, p.numel(), p, self._aside[p]) for i, p in aside if p in self._aside]
-        self._copies.keep(self.comm, kept)
-        self.n_rounds_counted = self.reducer.n_rounds
+        if self._copies is not None and not self._is_aside:
+            self._copies.keep(self.comm, self._kept())
+            self.n_rounds_counted = self.reducer.n_rounds
+
+    def _kept(self) -> list[Kept]:
+        """This rank's pieces; on rank 0 also what all ranks have alike, of frozen parameters."""
+        pieces = pieces_of(self._parts, self._parameters())
+        kept = []
+        for i, parameter in enumerate(self._parameters()):
+            piece = pieces.get(parameter)
+            if piece is not None:
+                state = self._inner.state.get(piece.parameter, {})
+                kept.append(Kept(i, piece.begin, piece.end, piece.parameter, state))
+            elif parameter in self._aside and self.comm.rank == 0:
+                kept.append(Kept(i, 0, parameter.numel(), parameter, self._aside[parameter]))
+        return kept
 
     def stand_aside(self) -> None:
         """For the reducer: a rank is lost. Lets go of the buckets, and keeps the copies."""
@@ -486,8 +488,7 @@ class ShardedOptimizer(Optimizer):
         sharded_by = self.reducer.find(ShardedBy)
         if sharded_by is not None:
             self.reducer.remove(sharded_by)
-        if self._copies is not None and self._copies.counted is not None:
-            self.reducer.steps.n = self._copies.counted.number
+        self.reducer.steps.n = 0  # the number of rounds says how far this rank has come
 
     def come_back(self) -> None:
         """For the reducer: the ranks have met anew. Takes part where new processes make their

@@ -11,6 +11,7 @@ DistributedDataParallel, the departure is said in a comment.
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import weakref
 import zlib
@@ -734,7 +735,7 @@ class Reducer(ReducerFlags):
         elastic = self.find(Elastic)
         if elastic is None or not isinstance(error, FastcommError) or not elastic.outlives(error):
             return False
-        elastic.drop_step(self, error)
+        elastic.undo_round(self, error)
         self.drop_step()
         return True
 
@@ -903,10 +904,9 @@ class Reducer(ReducerFlags):
 
         Raises ValueError for reducers with a hook, LocalSGD, DiLoCo, or a ShardedOptimizer with
         overlap_gather, and inside join(); TypeError for a state without state_dict() and
-        load_state_dict();
-        FastcommError for ranks of a torch.distributed group, and inside another such loop. While it
-        runs: FastcommError where an optimizer keeps state that was not given; as comm.rebuild() and
-        refresh().
+        load_state_dict(); FastcommError for ranks of a torch.distributed group, and inside another
+        such loop. While it runs: FastcommError where an optimizer keeps state that was not given;
+        as comm.rebuild() and refresh().
         """
         return elastic(self, iter(batches), list(state))
 
@@ -1088,16 +1088,17 @@ class Reducer(ReducerFlags):
         equal on all ranks. Of a complex element, each part counts. Raises as grad_norm().
         """
         self._require_all_reduced()
-        return self._measure(lambda: statistics.nonfinite_count(self.buckets, self.comm))
+        count = functools.partial(statistics.nonfinite_count, self.buckets, self.comm)
+        return self._measure(count, torch.int64)
 
-    def _measure(self, measure: Callable[[], Tensor]) -> Tensor:
+    def _measure(self, measure: Callable[[], Tensor], dtype: torch.dtype = torch.float32) -> Tensor:
         """What it returns; zero where a rank is lost meanwhile, and the others drop the step."""
         try:
             return measure()
         except FastcommError as error:
             if not self.outlives_step(error):
                 raise
-            return torch.zeros((), device=self.comm.device)
+            return torch.zeros((), dtype=dtype, device=self.comm.device)
 
     def sync_buffers(self, src: int = 0) -> None:
         """Copies rank `src`'s buffers (batch-norm statistics) to the others. Collective."""

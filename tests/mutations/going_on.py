@@ -208,7 +208,7 @@ MUTATIONS = (
     Mutation(
         name="shard copies: the state of a frozen parameter has no copy",
         file="fastcomm/optim/sharded.py",
-        within="ShardedOptimizer._copy",
+        within="ShardedOptimizer._kept",
         old="self.comm.rank == 0",
         new="False",
         tests=(f"{SHARDED}the_state_of_a_frozen_parameter_outlives_a_rank",),
@@ -216,7 +216,7 @@ MUTATIONS = (
     Mutation(
         name="elastic: a round whose step has not counted is not made again",
         file=ELASTIC,
-        within="Elastic.drop_step",
+        within="Elastic.undo_round",
         old="reducer.n_rounds = max(self._n_before[reducer], n_made)",
         new="pass",
         tests=(LAST_COUNTED,),

@@ -127,8 +127,9 @@ REFUSALS: dict[tuple[Feature, Feature], str] = {
         "ones: leave it out, or make another reducer after a loss"
     ),
     (Feature.REBUILD, Feature.SHARDED): (
-        "a lost rank takes its shards of a ShardedOptimizer with it, which have copies in a loop "
-        "of elastic() alone: loop by that, or load a checkpoint after a loss"
+        "a lost rank takes its shards of a ShardedOptimizer with it, which have copies only in a "
+        "loop of elastic() that began after the optimizer was made: loop by that, or load a "
+        "checkpoint after a loss"
     ),
     (Feature.REBUILD, Feature.LOCAL_STEPS): (
         "ranks under {} have parameters of their own between two syncs, and none can go on with "

@@ -285,7 +285,7 @@ class Elastic(RoundExtension):
             self._was_dropped = True
             self.outlived = self.outlived or round.outlived
 
-    def drop_step(self, reducer: Reducer, error: FastcommError) -> None:
+    def undo_round(self, reducer: Reducer, error: FastcommError) -> None:
         """The gradients are reduced, and not all ranks can step with them: they are made again."""
         self.outlived = self.outlived or error.with_traceback(None)
         self._was_dropped = self._must_meet = True
