@@ -10,7 +10,6 @@ cdef class Launches:
     cdef Device cuda
     cdef list lanes  # the link's own list
     cdef uint64_t number  # of the newest launch in this epoch
-    cdef uint64_t epoch
     cdef object records
     # of works that are gone, the oldest first; their launches may not be over
     cdef readonly object unused
@@ -18,7 +17,7 @@ cdef class Launches:
     cdef InFlight new_record(self)
     cdef InFlight take_record(self)
     cdef forget_tensors(self)
-    cdef begin_epoch(self)
+    cdef begin_epoch(self, uint64_t epoch)
     cdef int begin(self, Lane lane, InFlight in_flight, op) except -1
     cdef int end(self, Lane lane, InFlight in_flight, bint is_captured) except -1
     cdef InFlight calling(self)

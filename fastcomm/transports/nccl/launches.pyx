@@ -59,10 +59,10 @@ cdef class Launches:
         for in_flight in _members(self.records):
             (<InFlight>in_flight).tensors = None
 
-    cdef begin_epoch(self):
+    cdef begin_epoch(self, uint64_t epoch):
         """The ranks meet again: what was launched before is over, and numbers restart."""
         self.number = 0
-        self.epoch += 1
+        self.flight.epoch = epoch
         self.forget_tensors()
 
     cdef int begin(self, Lane lane, InFlight in_flight, op) except -1:
@@ -121,7 +121,7 @@ cdef class Launches:
     cdef settle(self):
         """Asks the driver which launches are over. Raises FastcommError for a broken device."""
         cdef InFlight in_flight
-        cdef uint64_t epoch = self.epoch
+        cdef uint64_t epoch = self.flight.epoch
         cdef list pending = self._pending()
         cdef size_t i, n = len(pending)
         cdef Answer *answers = <Answer *>calloc(n + 1, sizeof(Answer))
@@ -134,7 +134,7 @@ cdef class Launches:
                 answers[i].mark = in_flight.mark.handle if in_flight.is_marked else NULL
             with nogil:  # once for all, as another thread may keep the GIL for long
                 _query(answers, n)
-            if epoch != self.epoch:  # the ranks have met again: these numbers are others' now
+            if epoch != self.flight.epoch:  # the ranks have met again: the numbers are others' now
                 return
             for i in range(n):
                 in_flight = pending[i]

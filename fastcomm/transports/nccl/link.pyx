@@ -320,8 +320,7 @@ cdef class Link:
         with self.ending:  # the watchdog may still be ending the old ones
             pass
         self.epoch += 1
-        self.launches.begin_epoch()
-        self.launches.flight.epoch = self.epoch
+        self.launches.begin_epoch(self.epoch)
         self.n_settled = 0
         self.is_split_up = False
         self.rejoining = list(self.buckets)
