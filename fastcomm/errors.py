@@ -56,6 +56,11 @@ RAISED = "ended by an exception, which it has printed"
 KILLED = "died, by a signal or os._exit()"
 
 
+def has_aborted(rank: int) -> str:
+    """What a rank's own calls end with once it has aborted its communicator."""
+    return f"rank {rank} has aborted this communicator"
+
+
 def has_closed(rank: int) -> str:
     """What a rank's own calls end with once it has closed its communicator."""
     return (

@@ -28,6 +28,7 @@ from fastcomm.comm import messages
 from fastcomm.comm.collective import difference
 from fastcomm.comm.whereabouts import MOST_ASKED, whereabouts
 from fastcomm.errors import (
+    ABORTED,
     CLOSED,
     ENDED,
     RAISED,
@@ -72,6 +73,13 @@ def leave_note(notes: Notes, key: str, value: str) -> str:
     first = notes.write_once(key, value)
     notes.count("news")
     return first
+
+
+def leave_abort(notes: Notes, rank: int) -> None:
+    """Notes that this rank has aborted the communicator."""
+    with contextlib.suppress(RuntimeError):  # the store is gone, so nobody is left to tell
+        error = PeerLostError(f"rank {rank} (pid {os.getpid()}) {ABORTED}")
+        leave_note(notes, "failure", failure_note(error))
 
 
 def leave_closing(notes: Notes, rank: int, epoch: int, number: int) -> None:

@@ -25,7 +25,7 @@ from fastcomm.comm.communicator import Work
 from fastcomm.comm.flight_recorder import FlightRecorder
 from fastcomm.comm.lifetime import Lifetime, again
 from fastcomm.comm.transport import Transport
-from fastcomm.errors import FastcommError, PeerLostError, has_closed
+from fastcomm.errors import FastcommError, PeerLostError, has_aborted, has_closed
 
 
 class Channels:
@@ -81,8 +81,8 @@ class Channels:
             raise again(self._life.failure)
 
     def end(self, aborts: bool) -> None:
-        aborted = f"rank {self._rank} has aborted this communicator"
-        self._life.end(FastcommError(aborted if aborts else has_closed(self._rank)))
+        why = has_aborted(self._rank) if aborts else has_closed(self._rank)
+        self._life.end(FastcommError(why))
         for channel in self._channels.values():
             channel.end(aborts)
 

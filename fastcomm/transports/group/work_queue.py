@@ -9,7 +9,6 @@ communicator.py makes the collectives, exchange.py moves the tensors.
 from __future__ import annotations
 
 import contextlib
-import os
 import queue
 import threading
 import time
@@ -31,7 +30,7 @@ from fastcomm.comm.transport import Transport
 from fastcomm.comm.watchdog import (
     Notes,
     Watchdog,
-    failure_note,
+    leave_abort,
     leave_closing,
     leave_last_words,
     leave_note,
@@ -42,6 +41,7 @@ from fastcomm.errors import (
     MismatchError,
     PeerLostError,
     TimeoutError,
+    has_aborted,
     has_closed,
 )
 from fastcomm.transports.group.call import (
@@ -226,10 +226,8 @@ class WorkQueue:
         if self.life.is_forked():
             return
         if self.life.failure is None:
-            message = f"rank {self.rank} (pid {os.getpid()}) aborted its communicator"
-            with contextlib.suppress(RuntimeError):
-                leave_note(self._notes, "failure", failure_note(PeerLostError(message)))
-        self._end(FastcommError(f"rank {self.rank} has aborted this communicator"))
+            leave_abort(self._notes, self.rank)
+        self._end(FastcommError(has_aborted(self.rank)))
 
     def close(self) -> None:
         """Ends the communicator on this rank."""

@@ -59,7 +59,6 @@ cdef class Link:
     cdef _connect(self, Lane lane, int number, look, look_for_all)
     cdef _give_up_graphs(self, str why)
     cdef _abandon(self)
-    cdef _leave_note(self, key, value)
     cdef uint64_t _wait_for_settled(self)
     cdef bint _has_unfinished(self, uint64_t n)
     cdef str _abort_lanes(self)

@@ -5,14 +5,15 @@ bucket.pyx do.
 """
 
 import contextlib
-import os
 import sys
 import threading
 import time
 import weakref
 
 from fastcomm.comm import collective, messages
-from fastcomm.errors import AbandonedError, FastcommError, NcclError, PeerLostError, has_closed
+from fastcomm.errors import (
+    AbandonedError, FastcommError, NcclError, PeerLostError, has_aborted, has_closed,
+)
 from fastcomm.comm.lifetime import again
 from fastcomm.transports.nccl.agreement import (
     FACTS, facts_of_this_rank, refuse_different_ctas, refuse_different_versions,
@@ -22,7 +23,7 @@ from fastcomm.transports.nccl.library import unique_id
 from fastcomm.comm.script_end import tell_at_end
 from fastcomm.comm.abandonment import tell_of_abandonment, told
 from fastcomm.comm.watchdog import (
-    Watchdog, failure_note, leave_abandonment, leave_closing, leave_last_words, leave_note,
+    Watchdog, leave_abandonment, leave_abort, leave_closing, leave_last_words,
 )
 
 cimport cython
@@ -200,7 +201,7 @@ cdef class Link:
         self.life.end(FastcommError(has_closed(self.rank)))
         self.is_closed = True
         self.watchdog.stop()
-        with contextlib.suppress(RuntimeError):  # as in _leave_note
+        with contextlib.suppress(RuntimeError):  # as in leave_abort()
             leave_closing(self.bootstrap, self.rank, self.epoch, self.launches.number)
         errors, freeing = [], []
         for lane in reversed(self.lanes):
@@ -215,10 +216,9 @@ cdef class Link:
 
     cdef abort(self):
         if not self.life.is_forked() and self.life.failure is None:
-            message = f"rank {self.rank} (pid {os.getpid()}) aborted its communicator"
-            self._leave_note("failure", failure_note(PeerLostError(message)))
+            leave_abort(self.bootstrap, self.rank)
             self.is_closed = True
-            self._fail(FastcommError(f"rank {self.rank} has aborted this communicator"))
+            self._fail(FastcommError(has_aborted(self.rank)))
             self.watchdog.stop()
 
     cdef abandon(self):
@@ -249,7 +249,7 @@ cdef class Link:
             f"{collective.abandonment([self.rank])}. If the optimizer has made it already, the "
             "parameters differ between the ranks: restore them, or call refresh() on every rank"
         )
-        with contextlib.suppress(RuntimeError):  # as in _leave_note
+        with contextlib.suppress(RuntimeError):  # as in leave_abort()
             leave_abandonment(self.bootstrap, self.epoch, n_kept, why)
         self._end_round(f"rank {self.rank} abandoned what was under way")
 
@@ -281,13 +281,6 @@ cdef class Link:
     cdef hear(self):
         if not self.is_closed:
             self._check_alive()
-
-    cdef _leave_note(self, key, value):
-        """Leaves a note for the other ranks' watchdogs. The store may be gone with its rank; then
-        there is nobody to tell.
-        """
-        with contextlib.suppress(RuntimeError):
-            leave_note(self.bootstrap, key, value)
 
     cdef str _abort_lanes(self):
         """Ends NCCL's communicators. Returns what an error must say of those that do not end."""

@@ -19,7 +19,7 @@ from fastcomm.comm.collective import (
 from fastcomm.comm.abandonment import is_abandoned_already, leave_backward
 from fastcomm.comm.parts import check_rooted, exchanged
 from fastcomm.comm.transport import Transport
-from fastcomm.errors import InitError, has_closed
+from fastcomm.errors import InitError, has_aborted, has_closed
 from fastcomm.transports.shm.bucket import ShmBucket
 from fastcomm.transports.shm.memory import keep_freed_memory
 from fastcomm.transports.shm.ring import MAX_RANKS
@@ -80,7 +80,7 @@ cdef class ShmCommunicator:
         PeerLostError at once.
         """
         self.end_channels(aborts=True)
-        self.ring.close(SHM_ABORTED, f"rank {self.rank} has aborted this communicator")
+        self.ring.close(SHM_ABORTED, has_aborted(self.rank))
 
     @property
     def failure(self):

@@ -15,7 +15,7 @@ from fastcomm.comm import collective
 from fastcomm.comm.collective import CPU_DTYPES, used_values
 from fastcomm.errors import (
     ABORTED, CLOSED, DROPPED, ENDED, KILLED, RAISED, AbandonedError, FastcommError, MismatchError,
-    PeerLostError, TimeoutError,
+    PeerLostError, TimeoutError, has_aborted,
 )
 from fastcomm.comm.lifetime import again
 from fastcomm.comm.script_end import tell_at_end
@@ -465,7 +465,7 @@ cdef class Ring:
         """
         if self.deferred is not None:
             self.deferred = None
-            self.close(SHM_ABORTED, f"rank {self.rank} has aborted this communicator")
+            self.close(SHM_ABORTED, has_aborted(self.rank))
             raise raised
         self.deferred, self.deferred_since = raised, time.monotonic()
         return 0
