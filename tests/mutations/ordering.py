@@ -241,11 +241,11 @@ MUTATIONS = (
         name="order: a bucket of the second lane is reduced by the first one's communicator",
         file=BUCKET,
         within="NcclBucket._launch_on",
-        old="code = call_all(self.calls, self.n_calls, self.lane.comm, stream)",
+        old="code = call_all(self.calls, self.n_calls, self.lane.comm, stream, failed)",
         new=(
             "with gil:\n"
             "    first = <Lane>self.link.lanes[0]\n"
-            "code = call_all(self.calls, self.n_calls, first.comm, stream)"
+            "code = call_all(self.calls, self.n_calls, first.comm, stream, failed)"
         ),
         tests=(OWN_LANE,),
     ),
