@@ -44,6 +44,17 @@ MUTATIONS = (
         tests=(f"{MESSAGES}::test_bad_arguments_are_refused_before_the_other_rank_is_involved",),
     ),
     Mutation(
+        name="channels: no dump tells that a first message did not come",
+        file=CHANNELS,
+        within="Channels._meet",
+        old="Lifetime().end(error)",
+        new="pass",
+        tests=(
+            "tests/insight/test_diagnosis.py::"
+            "test_a_message_that_never_comes_is_shown_with_where_its_sender_stands[shm-0]",
+        ),
+    ),
+    Mutation(
         name="channels: nobody looks whether the other rank has ended",
         file="fastcomm/launching/membership.py",
         within="Fixed._look_for_peer",
