@@ -76,6 +76,6 @@ def check_together(dtypes: list[torch.dtype], begins: list[int], ends: list[int]
 
 def sizes(numels: list[int]) -> int:
     """How many tensors there are, and a checksum of their numbers of elements, packed as by
-    steps_made(). A collective that is no bucket's has it in the place of steps. Never 0.
+    steps_made(). Such a collective carries it where a bucket's carries its steps. Never 0.
     """
     return steps_made(len(numels), zlib.crc32(array("Q", numels)))

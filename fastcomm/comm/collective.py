@@ -293,7 +293,7 @@ SEVERAL_REDUCERS = (
 
 OTHER_SIZES = (
     ". all_reduce_coalesced() takes tensors of the same sizes, in the same order, on every rank: "
-    "compare [t.numel() for t in tensors], of which sizes is a checksum"
+    "sizes is a checksum of [t.numel() for t in tensors]: compare that list"
 )
 
 

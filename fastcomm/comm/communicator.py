@@ -102,16 +102,16 @@ class Communicator(abc.ABC):
     def all_reduce_coalesced(
         self, tensors: Sequence[Tensor], op: Op = "sum", *, async_op: bool = False
     ) -> Work | None:
-        """Reduces many tensors over all ranks, in place, as one collective: of small ones, sooner
-        than an all_reduce of each.
+        """Reduces many tensors over all ranks, in place, in one collective. For small tensors this
+        is faster than an all_reduce of each.
 
         tensors: each as in all_reduce; of one dtype, and without common memory. The ranks compare
-            how many there are, and a checksum of their numbers of elements: one pair of different
-            lists in 2**31 is not noticed if it has as many elements in as many tensors. Over NCCL
-            nobody compares them, as in all_reduce.
+            how many there are, and a checksum of their numbers of elements: different lists of as
+            many tensors and elements go unnoticed with a chance of 1 in 2**31. Over NCCL nobody
+            compares them, as in all_reduce.
 
-        Results are those of an all_reduce of each: to the last bit over shared memory and "group",
-        else but for the order of addition.
+        Results are those of an all_reduce of each: bit for bit over shared memory and "group"; over
+        other transports the order of addition may differ.
         """
 
     @abc.abstractmethod

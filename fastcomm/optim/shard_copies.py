@@ -1,10 +1,10 @@
 """ShardCopies: while elastic() runs, each rank keeps a copy of another rank's shards, so that the
 ranks can go on when one is lost.
 
-After every step each rank packs its shards, parameters and state, and passes a copy to the next
-rank. A step counts, on all ranks, once all have their copies; until then each keeps those of the
-step before, so that all can go back to it. When the ranks have met anew, they put together the last
-step that counted.
+After every step each rank packs its shards, parameters and state, and sends a copy to another rank,
+on another host if possible. A step counts, on all ranks, once all have their copies; until then
+each keeps those of the step before, so that all can go back to it. When the ranks have met anew,
+they put together the last step that counted.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class Kept(NamedTuple):
 class KeptTensor(NamedTuple):
     """A tensor in a copy.
 
-    is_cut: as the parameter is. is_on_host: as torch's step counts are, also of parameters that
-    are not.
+    is_cut: whether it is cut between ranks as the parameter is.
+    is_on_host: whether it lies on the CPU, as torch's step counts do for parameters anywhere.
     """
 
     key: str
@@ -93,9 +93,10 @@ def _tensors_of(kept: Kept) -> list[tuple[str, Tensor]]:
 
 @tellable
 class Moment(NamedTuple):
-    """When copies were made: in this order, and the same on all ranks.
+    """Identifies copies that all ranks have made together. Later ones are greater.
 
-    meeting: of the communicator. number: of the copies made there. n_ranks: of it.
+    meeting: the number of the communicator's. number: of the copies, among those made there.
+    n_ranks: how many ranks the communicator has.
     """
 
     meeting: int
@@ -157,8 +158,8 @@ class Told(NamedTuple):
 class ShardCopies:
     """The copies that one ShardedOptimizer keeps: its own shards' and another rank's.
 
-    counted: when those of the last step that counts were made; None: no step has counted.
-    has_state: whether the optimizer has some; None: this rank steps nothing, and cannot tell.
+    counted: the moment of the last step that counts; None: no step has counted.
+    has_state: whether the optimizer has state; None: this rank steps nothing, and cannot tell.
     """
 
     def __init__(self) -> None:
@@ -250,7 +251,7 @@ def put_together(
     comm: Transport, copies: ShardCopies | None, parameters: Sequence[Parameter]
 ) -> dict[Parameter, State]:
     """Gives every rank the parameters as they were when the last step counted, and returns their
-    whole states. Collective: who has no copies takes part, too. Changes nothing where nobody has
+    whole states. Collective, also for ranks without copies. Changes nothing where nobody has
     any, or no step was made. Raises FastcommError, on every rank, where both a rank and the one
     that has its copy are lost.
 

@@ -494,7 +494,8 @@ class ShardedOptimizer(Optimizer):
         """For the reducer: the ranks have met anew. Takes part where new processes make their
         optimizers, and puts together the last step that counted. Collective.
         """
-        validation.compare(self.comm, None, self._made_as, _MAKING)
+        # with the options that it had then, as a new process has them now
+        validation.compare(self.comm, None, self._made_as | self._places(), _MAKING)
         self._take_over()
 
     # -- checkpoints -------------------------------------------------------------------------------

@@ -434,7 +434,8 @@ class Reducer(ReducerFlags):
     def _follow(self, successor: Transport) -> None:
         """Reduce over the ranks that have met anew. Collective: new processes call attach()."""
         model = self.attached_model()
-        check(Feature.REBUILD, self.features())
+        for feature in (Feature.REFRESH, Feature.REBUILD):
+            check(feature, self.features())
         if self.round is not None:
             self.round.abort()
         self.drop_step()
@@ -526,6 +527,8 @@ class Reducer(ReducerFlags):
             present[Feature.SPARSE] = sparse[0]
         if sharded_by is not None and not sharded_by.is_gone:
             present[Feature.SHARDED] = "ShardedOptimizer"
+            if sharded_by.stepper().may_be_late:
+                present[Feature.OVERLAP_GATHER] = "overlap_gather"
         if local_steps is not None:
             present[Feature.LOCAL_STEPS] = local_steps.name
         if self.tuning is not None and not self.tuning.is_over:
@@ -729,8 +732,9 @@ class Reducer(ReducerFlags):
         return has_failed and any(extension.outlives(error) for extension in self.extensions)
 
     def outlives_step(self, error: BaseException) -> bool:
-        """For the reducer: whether training goes on though a ShardedOptimizer's step has failed, or
-        what the ranks do together before it. Then they drop the step, and meet anew.
+        """For the reducer: in elastic(), return whether training goes on after this error in the
+        step of a ShardedOptimizer, or in a norm before it. If so, the step is dropped, and the
+        ranks meet anew at the next batch.
         """
         elastic = self.find(Elastic)
         if elastic is None or not isinstance(error, FastcommError) or not elastic.outlives(error):
@@ -898,15 +902,15 @@ class Reducer(ReducerFlags):
 
         An error of a collective of the caller's own in the loop is raised as ever.
 
-        Of a ShardedOptimizer each rank's shards have a copy on another rank, made in step(). Where
-        both ranks are lost at once, that is FastcommError on the others. New processes attach all
-        models before they make theirs.
+        With a ShardedOptimizer, step() also copies each rank's shards to another rank. If both are
+        lost at once, the others get FastcommError. A new process attaches all its models before it
+        makes its optimizers.
 
-        Raises ValueError for reducers with a hook, LocalSGD, DiLoCo, or a ShardedOptimizer with
-        overlap_gather, and inside join(); TypeError for a state without state_dict() and
-        load_state_dict(); FastcommError for ranks of a torch.distributed group, and inside another
-        such loop. While it runs: FastcommError where an optimizer keeps state that was not given;
-        as comm.rebuild() and refresh().
+        Raises ValueError for reducers with a hook, LocalSGD, DiLoCo or, over NCCL, a
+        ShardedOptimizer with overlap_gather, and inside join(); TypeError for a state without
+        state_dict() and load_state_dict(); FastcommError for ranks of a torch.distributed group,
+        and inside another such loop. While it runs: FastcommError where an optimizer keeps state
+        that was not given; as comm.rebuild() and refresh().
         """
         return elastic(self, iter(batches), list(state))
 

@@ -449,9 +449,8 @@ def _refuse(place: Place) -> list[str]:
 
 def test_what_the_copies_do_not_cover_is_refused():
     (seen,) = values_of(_run("nccl", 2, _refuse), 1)
-    assert ["overlap_gather=True some are" in seen[0], "takes its shards of" in seen[1]] == [
-        True
-    ] * 2
+    assert "overlap_gather=True lets parameters arrive later" in seen[0]
+    assert "the shards of a lost rank are gone" in seen[1]
 
 
 @pytest.mark.parametrize(

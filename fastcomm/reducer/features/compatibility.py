@@ -24,11 +24,13 @@ class Feature(enum.Enum):
     AUDIT = "audit"
     SPARSE = "sparse gradients"
     SHARDED = "ShardedOptimizer"
+    OVERLAP_GATHER = "ShardedOptimizer with overlap_gather, over NCCL"
     LOCAL_STEPS = "LocalSGD, DiLoCo"
     LOCAL_SGD = "LocalSGD"
     JOIN = "join()"
     WEIGHTS = "set_weight()"
     REBUILD = "rebuild(), elastic()"
+    REFRESH = "refresh() after rebuild()"
 
 
 # The features that are there, and of each a word for messages: the op, a parameter, a class.
@@ -126,10 +128,14 @@ REFUSALS: dict[tuple[Feature, Feature], str] = {
         "a reducer with a hook cannot go on with the remaining ranks, as the hook may know the old "
         "ones: leave it out, or make another reducer after a loss"
     ),
-    (Feature.REBUILD, Feature.SHARDED): (
-        "a lost rank takes its shards of a ShardedOptimizer with it, which have copies only in a "
-        "loop of elastic() that began after the optimizer was made: loop by that, or load a "
-        "checkpoint after a loss"
+    (Feature.REFRESH, Feature.SHARDED): (
+        "the shards of a lost rank are gone: a ShardedOptimizer keeps copies only in a loop of "
+        "elastic() that began after the optimizer was made. Use that loop, or load a checkpoint "
+        "after a loss"
+    ),
+    (Feature.REBUILD, Feature.OVERLAP_GATHER): (
+        "elastic() copies shards at the end of step(), and overlap_gather=True lets parameters "
+        "arrive later: leave it out"
     ),
     (Feature.REBUILD, Feature.LOCAL_STEPS): (
         "ranks under {} have parameters of their own between two syncs, and none can go on with "

@@ -133,7 +133,7 @@ def _catch_up(reducers: Sequence[Reducer], states: Sequence[Stateful]) -> None:
 
 
 def _loadable(reducers: Sequence[Reducer], states: Sequence[Stateful]) -> list[Stateful]:
-    """With its options alone for a ShardedOptimizer: the rest the ranks have put together."""
+    """Replaces a ShardedOptimizer by its options: the ranks have put its state together already."""
     steppers: dict[int, Stepper] = {}
     for reducer in reducers:
         stepper = reducer.stepper()
@@ -151,15 +151,7 @@ def elastic(reducer: Reducer, batches: Iterator[T], state: Sequence[Stateful]) -
     refuse_stateless(state)
     reducers = reducers_on(reducer.comm)
     for one in reducers:
-        present = one.features()
-        present.pop(Feature.SHARDED, None)  # of which the loop keeps copies
-        check(Feature.REBUILD, present)
-        stepper = one.stepper()
-        if stepper is not None and stepper.may_be_late:
-            raise ValueError(
-                "elastic() copies shards in step(), when all parameters are there, and with "
-                "overlap_gather=True some are on their way: leave it out"
-            )
+        check(Feature.REBUILD, one.features())
     if not reducer.comm.membership.can_meet_anew:
         raise FastcommError(
             "elastic() takes ranks that fastcomm.init() has brought together by init_method, "
@@ -286,11 +278,13 @@ class Elastic(RoundExtension):
             self.outlived = self.outlived or round.outlived
 
     def undo_round(self, reducer: Reducer, error: FastcommError) -> None:
-        """The gradients are reduced, and not all ranks can step with them: they are made again."""
+        """Drops a step whose gradients are reduced, as not all ranks can make it: its batches come
+        again.
+        """
         self.outlived = self.outlived or error.with_traceback(None)
         self._was_dropped = self._must_meet = True
         stepper = reducer.stepper()
-        n_made = 0 if stepper is None else stepper.n_rounds_counted  # of two steps, the first
+        n_made = 0 if stepper is None else stepper.n_rounds_counted  # a step before this one
         reducer.n_rounds = max(self._n_before[reducer], n_made)
 
     def _begin(self) -> None:
