@@ -225,9 +225,9 @@ class ShardCopies:
         return self._held[moment, rank]
 
 
-def _are_alike(told: list[Contents], own: list[Contents]) -> bool:
+def _are_alike(one: object, other: object) -> bool:
     try:
-        return told == own
+        return one == other
     except RuntimeError:  # of tensors in a list, which have no single truth
         return False
 
@@ -297,11 +297,24 @@ def _holders(last: Moment, by_rank: Sequence[Container[tuple[Moment, int]]]) -> 
     return holders
 
 
+def _add_plain(one: Contents, state: State) -> None:
+    """Raises FastcommError, on every rank, where ranks that step one parameter have different
+    values: such as lists of tensors, each of its own elements.
+    """
+    for key, value in one.plain.items():
+        if not _are_alike(state.setdefault(key, value), value):
+            raise FastcommError(
+                f"the state {key!r} of parameter {one.number} of the ShardedOptimizer differs "
+                "between the ranks that step it, and cannot be put together: make the optimizer "
+                "with elementwise=False, and load a checkpoint, on every rank"
+            )
+
+
 @torch.no_grad()
 def _unpack(copy: _Copy, parameters: Sequence[Parameter], whole: dict[Parameter, State]) -> None:
     """Adds to the whole states what a copy has, and gives the parameters its elements."""
     for one in copy.contents:
-        whole.setdefault(parameters[one.number], {}).update(one.plain)
+        _add_plain(one, whole.setdefault(parameters[one.number], {}))
     for one, tensor, segment in copy.segments():
         parameter = parameters[one.number]
         state = whole[parameter]

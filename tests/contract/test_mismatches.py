@@ -97,7 +97,7 @@ MISMATCHES = {
         lambda comm: _coalesced(comm, 2, 3),
         lambda comm: _coalesced(comm, 3, 2),
         r"5 float32 elements, op sum in 2 tensors \(sizes",
-        r"5 float32 elements, op sum in 2 tensors \(sizes.*compare \[t\.numel\(\)",
+        r"5 float32 elements, op sum in 2 tensors \(sizes.*checksum of \[t\.numel\(\)",
     ),
     "number of many": (
         lambda comm: _coalesced(comm, 30_000, 40_000),

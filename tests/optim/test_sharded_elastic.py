@@ -274,6 +274,26 @@ def test_every_kind_of_sharding_outlives_a_rank(kind):
         torch.testing.assert_close(seen, expected, rtol=1e-5, atol=1e-6)
 
 
+def _lose_one_with_a_history_of_pieces(place: Place) -> str:
+    torch.manual_seed(0)
+    model = nn.Linear(6, 8)
+    reducer = fastcomm.Reducer(communicator(place)).attach(model)
+    optimizer = fastcomm.ShardedOptimizer(reducer, WithHistory, lr=0.1, elementwise=True)
+    with pytest.raises(FastcommError) as caught:
+        for step in reducer.elastic(range(4), state=[optimizer]):
+            if step == 2 and place.rank == 1:
+                leave(place, reducer.comm, "killed")
+            optimizer.zero_grad()
+            model(torch.ones(4, 6)).square().mean().backward()
+            optimizer.step()
+    return str(caught.value)
+
+
+def test_lists_of_pieces_cannot_be_put_together():
+    for seen in values_of(_run("shm", 3, _lose_one_with_a_history_of_pieces), 1):
+        assert seen.startswith("the state 'last' of parameter 0 of the ShardedOptimizer differs")
+
+
 def _lose_one_while_clipping(place: Place, call: str) -> Any:
     """The gradients are reduced, and the ranks add up their shards' norms, or infinities."""
     training = ShardedTraining(place, communicator(place))
