@@ -206,14 +206,6 @@ MUTATIONS = (
         tests=(LAST_COUNTED,),
     ),
     Mutation(
-        name="shard copies: the state of a frozen parameter has no copy",
-        file="fastcomm/optim/sharded.py",
-        within="ShardedOptimizer._kept",
-        old="self.comm.rank == 0",
-        new="False",
-        tests=(f"{SHARDED}the_state_of_a_frozen_parameter_outlives_a_rank",),
-    ),
-    Mutation(
         name="elastic: a round whose step has not counted is not made again",
         file=ELASTIC,
         within="Elastic.undo_round",
