@@ -19,7 +19,13 @@ import fastcomm
 from fastcomm import FastcommError
 from fastcomm.optim import shard_copies
 from fastcomm.optim.shard_copies import ShardCopies
-from tests.reducer.features.test_elastic import STEPS, Training, _check_trajectory, _run
+from tests.reducer.features.test_elastic import (
+    STEPS,
+    Training,
+    _check_trajectory,
+    _lose_all_others,
+    _run,
+)
 from tests.support.bodies import Place, communicator, leave, note, wait_for_note
 from tests.support.outcomes import values_of
 from tests.support.transports import EVERY_TRANSPORT
@@ -149,17 +155,8 @@ def test_a_rank_that_is_lost_with_the_one_that_has_its_copy_is_an_error_on_all()
     ] * 2
 
 
-def _lose_all_others(place: Place) -> Any:
-    training = ShardedTraining(place, communicator(place))
-    for step in training.loop():
-        if step == 3 * place.rank and place.rank:
-            leave(place, training.reducer.comm, "killed")
-        training.make(step)
-    return training.end()
-
-
 def test_one_rank_may_be_all_that_is_left():
-    ends = values_of(_run("shm", 3, _lose_all_others), 1, 2)
+    ends = values_of(_run("shm", 3, _lose_all_others, ShardedTraining), 1, 2)
     assert [one[0] for one in ends] == [[3] * 3 + [2] * 3 + [1] * 6]
     _check_trajectory("shm", ends)
 

@@ -162,8 +162,8 @@ def test_the_ranks_that_are_left_go_on(backend, when):
     _check_trajectory(backend, ends)
 
 
-def _lose_all_others(place: Place) -> Any:
-    training = Training(place, communicator(place))
+def _lose_all_others(place: Place, kind: type[Training]) -> Any:
+    training = kind(place, communicator(place))
     for step in training.loop():
         if step == 3 * place.rank and place.rank:
             leave(place, training.reducer.comm, "killed")
@@ -172,7 +172,7 @@ def _lose_all_others(place: Place) -> Any:
 
 
 def test_one_rank_may_be_all_that_is_left():
-    ends = values_of(_run("shm", 3, _lose_all_others), 1, 2)
+    ends = values_of(_run("shm", 3, _lose_all_others, Training), 1, 2)
     assert [one[0] for one in ends] == [[3] * 3 + [2] * 3 + [1] * 6]
     _check_trajectory("shm", ends)
 
