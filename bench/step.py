@@ -74,6 +74,7 @@ WORDS = {
     "skipping": "with skip_nonfinite",
     "clipped": "with clipping",
     "clipped_by_torch": "with torch's clipping",
+    "audited": "with an audit",
 }
 SHARDED_WAYS = ("sharded", "shared", "copied")
 WAYS = ("local", "fastcomm", *WORDS, *SHARDED_WAYS, "ddp", "ddp_views")
@@ -81,6 +82,7 @@ BFLOAT16_WAYS = ("fastcomm_bf16", "ddp_bf16")  # over NCCL
 # What a way gives to its reducer, and to DDP.
 REDUCED: dict[str, dict[str, Any]] = {
     "skipping": {"skip_nonfinite": True},
+    "audited": {"audit": 1},
     "fastcomm_bf16": {"wire_dtype": torch.bfloat16},
 }
 WRAPPED: dict[str, dict[str, Any]] = {

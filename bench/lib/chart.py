@@ -27,6 +27,7 @@ LOOKS = {
     "fastcomm_bf16": ("fastcomm, bfloat16", "tab:cyan", "-"),
     "weighted": ("with weights", "tab:purple", "-"),
     "joined": ("inside join()", "tab:pink", "-"),
+    "audited": ("with audits", "tab:pink", ":"),
     "skipping": ("skip_nonfinite", "tab:red", "-"),
     "clipped": ("clipped", "tab:pink", "-"),
     "clipped_by_torch": ("clipped by torch", "tab:gray", "-"),

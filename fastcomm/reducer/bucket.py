@@ -4,6 +4,7 @@ launch and its completion.
 
 from __future__ import annotations
 
+import bisect
 import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -63,6 +64,10 @@ class Bucket(Counter):
             self.flat = torch.zeros(numel, dtype=self.dtype, device=comm.device)
         else:
             self.flat = comm.empty(numel, dtype=self.dtype).zero_()
+        self.numel = numel - len(own)  # of the flat buffer, as far as it holds gradients
+        # Elements of it, which the next launch copies before they are reduced.
+        self.copied: slice | None = None
+        self.copy: Tensor | None = None
         offsets = [slot.offset for slot in layout.slots]
         self.geometries = [
             (offset, p.size(), strides_of(p)) for offset, (_, p) in zip(offsets, own, strict=True)
@@ -161,7 +166,8 @@ class Bucket(Counter):
             taking_part = self._leave_out(taking_part, keeps_graph)
         if keeps_graph:
             self._set_graphs_aside(taking_part)
-        own = [] if inspect is None else _gradients_of(taking_part)
+        looks = inspect is not None or self.copied is not None
+        own = _gradients_of(taking_part) if looks else []
         missing = self._gather(taking_part)
         self._is_gathered = True
         if inspect is not None:
@@ -172,10 +178,21 @@ class Bucket(Counter):
             self._fill_missing(i)
             if own_weight is not None and own_weight.scale != own_weight.total:
                 self.views[i].mul_(own_weight.total / own_weight.scale)  # it is in no unit
+        if self.copied is not None:
+            self._make_copy(own)
         try:
             self._bound.launch(op, missing, step, weight)
         except MismatchError as error:  # the others have posted something else already
             raise self._explained(error) from error.__cause__
+
+    def _make_copy(self, own: list[tuple[int, Tensor]]) -> None:
+        """own: the gradients that take part, by slot: a transport may leave them where they are
+        until the launch.
+        """
+        whole = self.flat.clone()
+        for i, gradient in own:
+            view_of(whole, *self.geometries[i], self._dtypes[i]).copy_(gradient)
+        self.copy, self.copied = whole[self.copied].clone(), None
 
     def _remake_views(self) -> None:
         """After parameter.grad.data = ... some views lie on the user's memory."""
@@ -364,7 +381,12 @@ class Bucket(Counter):
         """The result of the last round, as far as this rank needs it: all, or its shard."""
         if self.shard is not None and self._is_sharded:
             return self.shard.part_of(self.flat)
-        return self.flat[: self.flat.numel() - len(self.views)]
+        return self.flat[: self.numel]
+
+    def name_at(self, element: int) -> str:
+        """The name of the parameter whose gradient has this element of the flat buffer."""
+        offsets = [offset for offset, _, _ in self.geometries]
+        return self.names[bisect.bisect_right(offsets, element) - 1]
 
     @property
     def _is_sharded(self) -> bool:

@@ -128,7 +128,8 @@ class Reducer(ReducerFlags):
         from all ranks at the end of backward, where the host waits for the ranks' numbers of rows.
     audit: every so many rounds compare the bits of all trainable parameters over the ranks, before
         the gradients are used: MismatchError, on every rank, names the parameter and the rank that
-        differs. One pass over the parameters; over NCCL the host waits for it. None: never.
+        differs. One pass over the parameters; over NCCL the host waits for it. Where sums allow it
+        1 MiB of gradients is reduced once more, by other ranks, and compared. None: never.
 
     To be read:
 
@@ -169,6 +170,9 @@ class Reducer(ReducerFlags):
         self._asked_cap_mb = bucket_cap_mb
         self._stragglers = Stragglers()
         self.phases: Phases = self._stragglers.phases
+        self.extensions: list[RoundExtension] = []
+        self.round: Round | None = None  # the open one: a gradient is ready, or reduce() runs
+        self._audit: Audit | None = None
         self._use(self.options.checked(init() if comm is ... else comm))
         self.overlap = overlap
         self.n_rounds = 0
@@ -179,9 +183,7 @@ class Reducer(ReducerFlags):
         self.buckets: list[Bucket] = []
         self.number = 0  # among the reducers of the communicator
         self.steps = StepRecord()
-        self.extensions: list[RoundExtension] = []
         self.reduces_backwards = True
-        self.round: Round | None = None  # the open one: a gradient is ready, or reduce() runs
         # Raised where nobody could catch it; the next call raises it, when the round is over.
         self.deferred: BaseException | None = None
         self._handles: list[RemovableHandle] = []
@@ -202,7 +204,9 @@ class Reducer(ReducerFlags):
         self.ordering = Ordering() if comm.crosses_network else None
         # In which order they decide, when a round has ended, whether other buckets are better.
         self._planners = [one for one in (self.ordering, self.tuning) if one is not None]
-        self._audit = None if self.options.audit is None else Audit(comm, self.options.audit)
+        if self.options.audit is not None:
+            self.extensions = [one for one in self.extensions if not isinstance(one, Audit)]
+            self._audit = self.install(Audit(comm, self.options))
         self._stragglers.use(comm)
         self._hears_votes = hears_votes(comm, self.options)
 
@@ -694,7 +698,7 @@ class Reducer(ReducerFlags):
             return
         with self._outliving():
             if self._audit is not None:
-                self._audit.after_round(self)
+                self._audit.compare(self)
             if self.n_rounds >= self._stragglers.due_at and not is_joining(self.comm):
                 with all_or_none(self, lambda _: None):
                     self._stragglers.tell(self.n_rounds)

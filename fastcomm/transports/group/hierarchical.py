@@ -85,6 +85,7 @@ class HierarchicalCommunicator(GroupCommunicator):
     """A GroupCommunicator that reduces inside each host first. hosts: their ranks, ascending."""
 
     backend = "hierarchical"
+    adds_in_one_order = False  # large tensors: each host's ranks first; small ones: all ranks
 
     def __init__(
         self,

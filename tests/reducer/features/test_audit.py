@@ -11,6 +11,7 @@ from torch import nn
 
 import fastcomm
 from fastcomm import MismatchError
+from fastcomm.reducer.bucket import Bucket
 from fastcomm.reducer.features import audit
 from fastcomm.reducer.features.audit import checksum
 from fastcomm.reducer.round import Round
@@ -65,6 +66,99 @@ def test_a_bit_that_turns_in_one_ranks_reduced_gradient_is_named(comm):
     reducer.refresh()
     _step(model, optimizer, EVERY)
     reducer.check_in_sync()
+
+
+ADDING_IN_ONE_ORDER = ("shm", "group")
+
+
+def _after_each_reduction(patch, change):
+    """change(bucket) runs as a bucket is reduced, before the ranks go on."""
+    finish = Bucket.finish
+
+    def finished(bucket):
+        work = finish(bucket)
+        change(bucket)
+        return work
+
+    patch.setattr(Bucket, "finish", finished)
+
+
+@pytest.mark.transports(*ADDING_IN_ONE_ORDER)
+@pytest.mark.parametrize("on", ["all ranks", "rank 1"])
+@on_ranks(3)
+def test_a_sum_that_is_wrong_is_named_though_all_ranks_have_it(comm, on):
+    """The piece is the last bucket's, the first parameter's, as the audit's turn comes to it."""
+    model, reducer, optimizer = _train(comm, audit=len(list(_train(comm)[0].parameters())))
+    reducer.steps.compares = False
+    n_buckets = len(reducer.buckets)
+    _step(model, optimizer, n_buckets - 1)
+    audited = reducer.buckets[1]  # in the round n_buckets, the first audited one
+
+    def change(bucket):
+        if bucket is audited and on in ("all ranks", f"rank {comm.rank}"):
+            bucket.flat[2:3].view(torch.int32).bitwise_xor_(1)
+
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    with pytest.MonkeyPatch.context() as patch:
+        _after_each_reduction(patch, change)
+        with pytest.raises(MismatchError) as caught:
+            _step(model, optimizer)
+    said = str(caught.value)
+    name = audited.names[0]
+    assert f"audit in round {n_buckets}: the reduced gradient of parameter {name} had" in said
+    assert f"other bits on {on} when it was reduced once more, in 1 elements" in said
+    for parameter, old in zip(model.parameters(), before, strict=True):
+        assert parameter.grad is None and torch.equal(parameter, old)
+    _step(model, optimizer, 2 * n_buckets)
+    reducer.check_in_sync()
+
+
+@pytest.mark.transports(*ADDING_IN_ONE_ORDER)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("op", ["mean", "sum", "max"])
+@on_ranks(3)
+def test_what_other_ranks_add_has_the_same_bits(comm, dtype, op):
+    """Of buckets of every size, in parts that fit no rank evenly, with NaN among them."""
+    torch.manual_seed(comm.rank)
+    sizes = [1, 5, 3000, 40_001, 700_000]
+    named = [(f"p{n}", nn.Parameter(torch.zeros(n, dtype=dtype))) for n in sizes]
+    reducer = fastcomm.Reducer(comm, op=op, audit=1, bucket_cap_mb=1e-5).attach(named)
+    n_reduced = []
+    reduce_again = audit.Piece.reduce_again
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            audit.Piece, "reduce_again", lambda *a: n_reduced.append(1) or reduce_again(*a)
+        )
+        for _ in range(len(sizes) + 3):
+            for _, parameter in named:
+                parameter.grad = torch.randn_like(parameter)
+                parameter.grad[-1] = float("nan") if comm.rank == 1 else 1.0
+            reducer.reduce()
+            reducer.drop_step()
+    assert len(n_reduced) == len(sizes) + 3
+
+
+@pytest.mark.transports("shm")
+@on_ranks(2)
+def test_votes_weights_and_narrow_wires_are_not_taken_for_errors(comm):
+    """In every round; the parameters are compared all the same."""
+    for options in ({}, {"wire_dtype": torch.bfloat16}, {"skip_nonfinite": True}):
+        model, reducer, optimizer = _train(comm, audit=1, **options)
+        for i in range(8):
+            optimizer.zero_grad()
+            with reducer.skip_step_on(KeyError):
+                if i % 4 == 1 and comm.rank == 0:
+                    raise KeyError
+                if i % 4 == 2:
+                    reducer.set_weight(1 + comm.rank)
+                model(torch.ones(4, 6)).square().mean().backward()
+            optimizer.step()
+        with pytest.raises(MismatchError, match="audit in round"):
+            if comm.rank == 0:
+                _flip_a_bit(model[0].weight, 23)
+            reducer.steps.compares = False
+            _step(model, optimizer)
+        reducer.detach()
 
 
 @pytest.mark.transports("shm", "nccl")
