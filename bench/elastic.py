@@ -174,6 +174,7 @@ def serve_lighthouse(task: Task) -> None:
 
 
 OWN_WAYS = ("fastcomm", "sharded")
+WAYS = (*OWN_WAYS, "torchft")
 AS_RANK = {
     **dict.fromkeys(OWN_WAYS, train),
     "torchft": train_with_torchft,
@@ -277,7 +278,7 @@ def main() -> int:
         AS_RANK[task.way](task)
         return 0
     launch.exit_on_sigterm()
-    ways = [*OWN_WAYS] + ["torchft"] * (importlib.util.find_spec("torchft") is not None)
+    ways = [way for way in options.ways if way in OWN_WAYS or importlib.util.find_spec(way)]
     runs = [(way, every) for way in ways for every in (0.0, options.kill_every)]
     random.shuffle(runs)
     done: dict[tuple[str, float], dict[str, Any]] = {}
@@ -303,6 +304,14 @@ def row_of(way: str, undisturbed: dict[str, Any], disturbed: dict[str, Any]) -> 
 
 def parse_options() -> argparse.Namespace:
     parser = report.make_parser(__doc__)
+    parser.add_argument(
+        "--ways",
+        nargs="+",
+        choices=WAYS,
+        default=WAYS,
+        metavar="WAY",
+        help=f"of {', '.join(WAYS)} ({' '.join(WAYS)}; torchft where it is installed)",
+    )
     parser.add_argument("--ranks", type=report.several, default=4, metavar="N", help="(4)")
     parser.add_argument(
         "--seconds", type=float, default=120.0, help="of each training, from its first step (120)"

@@ -1,19 +1,21 @@
 """comm.gather, scatter, all_to_all_single, send and all_reduce_coalesced over shared memory, beside
-those of torch.distributed over Gloo, in one run.
+those of torch.distributed over Gloo and of an MPI, in one run.
 
     python -m fastcomm bench parts                2 ranks, 1 KiB to 16 MiB
     python -m fastcomm bench parts --ranks 4
+    python -m fastcomm bench parts --mpi openmpi --mpis FOLDER   see lib/allreduce_mpi.py
 
 A size counts the tensor that is all ranks' parts: what the root of gather and scatter has, and what
 each rank has in all_to_all_single. One of the parts is the rank's own and goes to nobody. send
 takes a whole tensor from rank 0 to rank 1. "coalesced" cuts the size into up to 100 tensors, which
 are reduced as one: torch's all_reduce inside a _coalescing_manager; "one by one" is a loop of
-all_reduce over the same tensors, for both. fastcomm takes part twice, with tensors in comm.empty
-and with ordinary ones, which Gloo has as well.
+all_reduce over the same tensors, which is all that an MPI has. fastcomm takes part twice, with
+tensors in comm.empty and with ordinary ones, which its peers have as well. With an MPI its mpiexec
+starts the ranks.
 
 Contenders take turns in random order in every round. Before every call each rank rewrites its
 input, and the ranks meet, by fastcomm's barrier for all contenders. A call's time is that of the
-slowest rank, and a turn has the median of its calls. A ratio is the median over rounds of Gloo's
+slowest rank, and a turn has the median of its calls. A ratio is the median over rounds of a peer's
 time over fastcomm's in the same round, with its quartiles. Where other programs want the same cores
 medians tell how long a rank waits to run; the fastest calls, with their ratio, tell more of the
 transport. Every result is checked once before it is timed.
@@ -30,6 +32,11 @@ comm.empty, for a channel has memory of its own.
 Coalesced, predicted before it was measured, 100 tensors of 1 KiB, 20 of 64 KiB and 4 of 4 MiB: 110
 us, 350 us and 6.5 ms, which is 3.6, 1.1 and 0.9 times as fast as one by one, and 5, 5 and 3 times
 as fast as Gloo's. That was for a flat copy of the tensors; they are reduced where they lie instead.
+
+Beside an MPI, predicted before it was measured, ordinary tensors of 1 KiB, 64 KiB and 16 MiB, 2
+ranks: gather and scatter 0.8, 1 and 1.2 times its speed, all_to_all_single 1, 1.2 and 1.3, send
+0.5, 1 and 1, for an MPI's single copy between processes needs no staging; "one by one" 1.5, 2 and
+2, as bench allreduce has it.
 """
 
 from __future__ import annotations
@@ -48,17 +55,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lib import launch, machine, report, tables, turns
+from lib.allreduce_mpi import NAMES, Launcher, NoMpiError, launcher_of
 from lib.chart import size_text
 from lib.tables import Column, Spread, Table, Times, three_digits, time_cell
 from torch import Tensor
 
 import fastcomm
 
-COLLECTIVES = ("gather", "scatter", "all_to_all_single", "send", "coalesced", "one by one")
-SEVERAL = ("coalesced", "one by one")  # whose size is that of several tensors
 MOST_TENSORS = 100
 OWN = ("fastcomm", "ordinary")  # in comm.empty, and in ordinary tensors
-WAYS = (*OWN, "gloo")
 SIZES = tuple(1 << exponent for exponent in range(10, 25, 2))  # bytes: 1 KiB to 16 MiB
 ROOT = 0  # as all of them have it without being told; who sends
 RECEIVER = 1
@@ -71,21 +76,22 @@ PRIME = 65_521  # no boundary of a part or a chunk falls on the same place of th
 def main() -> int:
     options = parse_options()
     if launch.SOCKET_VARIABLE in os.environ:
-        serve()
+        serve(options.mpi)
         return 0
     launch.exit_on_sigterm()
-    print(f"{machine.summary()}\nfloat32, {options.ranks} ranks; a ratio is Gloo's time over it")
-    table = make_table()
+    print(f"{machine.summary()}\nfloat32, {options.ranks} ranks; a ratio is a peer's time over it")
+    peers = ["gloo", *([options.mpi] if options.mpi else [])]
+    table = make_table(peers)
     table.print_head()
     rows = []
     sizes = [size for size in SIZES if size <= options.e]
     settings = [(collective, size) for collective in COLLECTIVES for size in sizes]
-    with launch.Ranks(Path(__file__).resolve(), options.ranks) as ranks:
+    with start(options) as ranks:
         for collective, nbytes in report.tracked(settings, "sizes"):
             answers = ranks.call(
                 "measure", collective=collective, nbytes=nbytes, rounds=options.rounds
             )
-            rows.append(row_of(collective, nbytes, answers))
+            rows.append(row_of(collective, nbytes, answers, peers))
             table.print_row(cells_of(rows[-1]))
             report.write_so_far("parts", {"ranks": options.ranks, "rows": rows}, options)
     if any(row["wide"] for row in rows):
@@ -100,51 +106,84 @@ def parse_options() -> argparse.Namespace:
         "--ranks", type=int, default=2, metavar="N", help="number of ranks, on this machine (2)"
     )
     report.add_largest_size(parser, SIZES)
+    parser.add_argument("--mpi", choices=NAMES, help="that takes part (none)")
+    parser.add_argument(
+        "--mpis",
+        type=Path,
+        metavar="FOLDER",
+        help="where the MPIs' virtual environments are (beside the one of this Python)",
+    )
     options = report.parse(parser, rounds=16)
     if options.ranks < 2:
         parser.error("--ranks is at least 2: one rank has no peers")
+    if options.mpi is not None and launch.SOCKET_VARIABLE not in os.environ:
+        try:
+            launcher_of(options.mpi, "float", options.mpis)
+        except NoMpiError as error:
+            parser.error(f"--mpi {options.mpi}: {error}")
     return options
 
 
 # ---- the parent ----------------------------------------------------------------------------------
 
 
+def start(options: argparse.Namespace) -> launch.Ranks:
+    """The ranks; those of an MPI take part in everything."""
+    arguments, launcher = [], Launcher(())
+    if options.mpi is not None:
+        launcher = launcher_of(options.mpi, "float", options.mpis)
+        arguments = ["--mpi", options.mpi]
+    return launch.Ranks(
+        Path(__file__).resolve(),
+        options.ranks,
+        arguments=arguments,
+        launcher=[*launcher.command, "-n", str(options.ranks)] if arguments else (),
+        environment=launcher.environment,
+    )
+
+
 def row_of(
-    collective: str, nbytes: int, answers: Sequence[dict[str, list[list[int]]]]
+    collective: str,
+    nbytes: int,
+    answers: Sequence[dict[str, list[list[int]]]],
+    peers: Sequence[str],
 ) -> dict[str, Any]:
     """answers: nanoseconds by rank, way, round and call."""
-    calls = {way: turns.slowest([answer[way] for answer in answers]) for way in WAYS}
-    samples = {way: [statistics.median(turn) / 1e3 for turn in calls[way]] for way in WAYS}
-    fastest = {way: min(map(min, calls[way])) / 1e3 for way in WAYS}
-    ratios = {
-        f"gloo/{way}": Spread.quartiles(
-            [gloo / own for gloo, own in zip(samples["gloo"], samples[way], strict=True)]
-        ).rounded()
-        for way in OWN
-    }
+    calls = {way: turns.slowest([answer[way] for answer in answers]) for way in (*OWN, *peers)}
+    samples = {way: [statistics.median(turn) / 1e3 for turn in calls[way]] for way in calls}
+    fastest = {way: min(map(min, calls[way])) / 1e3 for way in calls}
+    pairs = [(peer, own) for peer in peers for own in OWN]
     times = Times.of(samples)
     return {
         "collective": collective,
         "nbytes": nbytes,
         "quartiles_us": times.rounded(),
         "fastest_us": report.rounded(fastest),
-        "ratios": ratios,
-        "fastest_ratios": report.rounded({f"gloo/{o}": fastest["gloo"] / fastest[o] for o in OWN}),
+        "ratios": {
+            f"{peer}/{own}": Spread.quartiles(
+                [theirs / ours for theirs, ours in zip(samples[peer], samples[own], strict=True)]
+            ).rounded()
+            for peer, own in pairs
+        },
+        "fastest_ratios": report.rounded(
+            {f"{peer}/{own}": fastest[peer] / fastest[own] for peer, own in pairs}
+        ),
         "wide": times.wide(),
     }
 
 
-def make_table() -> Table:
+def make_table(peers: Sequence[str]) -> Table:
     columns = [Column(18, ("collective", ""), "<"), Column(9, ("size", ""))]
-    columns += [Column(12, (title, "(us)")) for title in ("comm.empty", "torch.empty", "Gloo")]
-    for title in ("comm", "torch"):
-        columns += [Column(22, (f"{title}: ratio", "(quartiles)")), Column(8, ("fastest", ""))]
+    columns += [Column(12, (title, "(us)")) for title in ("comm.empty", "torch.empty", *peers)]
+    for peer in peers:
+        for title in ("comm", "torch"):
+            columns += [Column(22, (f"{peer}/{title}", "(quartiles)")), Column(8, ("fastest", ""))]
     return Table(columns)
 
 
 def cells_of(row: dict[str, Any]) -> list[str]:
     cells = [row["collective"], size_text(row["nbytes"])]
-    cells += [time_cell(row["quartiles_us"][way], 1) for way in WAYS]
+    cells += [time_cell(times, 1) for times in row["quartiles_us"].values()]
     for name, (low, middle, high) in row["ratios"].items():
         cells.append(f"{three_digits(middle)} ({three_digits(low)} to {three_digits(high)})")
         cells.append(three_digits(row["fastest_ratios"][name]))
@@ -154,23 +193,218 @@ def cells_of(row: dict[str, Any]) -> list[str]:
 # ---- a rank --------------------------------------------------------------------------------------
 
 
-class Methods:
-    """What the parent calls, on all ranks at once."""
+class Collective:
+    """One that is measured, on this rank. out, inp: where the results come, and what is sent; None
+    on a rank that has none.
+    """
 
-    def __init__(self, comm: Any) -> None:
-        self.comm = comm
+    numels: tuple[int, int]  # of out and inp; 0: none
+    out: Any
+    inp: Any
+
+    def __init__(self, comm: Any, part: int) -> None:
+        self.comm, self.part, self.whole = comm, part, part * comm.world_size
+        self.make()
+
+    def make(self) -> None:
+        """Sets numels."""
+        raise NotImplementedError
+
+    def allocate(self, empty: Callable[..., Tensor]) -> None:
+        """Every page is touched."""
+        self.out, self.inp = (
+            empty(numel, dtype=torch.float32).fill_(-1) if numel else None for numel in self.numels
+        )
+
+    def over(self, way: str) -> Callable[[], object]:
+        """The call of a contender."""
+        if way in OWN:
+            return self.over_fastcomm()
+        return self.over_gloo() if way == "gloo" else self.over_mpi(world_of_mpi())
+
+    def over_fastcomm(self) -> Callable[[], object]:
+        raise NotImplementedError
+
+    def over_gloo(self) -> Callable[[], object]:
+        raise NotImplementedError
+
+    def over_mpi(self, world: Any) -> Callable[[], object]:
+        """world: MPI.COMM_WORLD."""
+        raise NotImplementedError
+
+    def expected(self) -> list[Tensor]:
+        """What `out` has, in pieces, when each rank sends its contribution."""
+        raise NotImplementedError
+
+    def all_of(self, numel: int) -> list[Tensor]:
+        return [contribution(rank, numel) for rank in range(self.comm.world_size)]
+
+    def parts_of(self, whole: Tensor | None) -> list[Tensor] | None:
+        return None if whole is None else list(whole.chunk(self.comm.world_size))
+
+
+class Gather(Collective):
+    def make(self) -> None:
+        self.numels = self.whole * (self.comm.rank == ROOT), self.part
+
+    def over_fastcomm(self) -> Callable[[], object]:
+        return functools.partial(self.comm.gather, self.out, self.inp)
+
+    def over_gloo(self) -> Callable[[], object]:
+        return functools.partial(dist.gather, self.inp, self.parts_of(self.out))
+
+    def over_mpi(self, world: Any) -> Callable[[], object]:
+        return functools.partial(world.Gather, in_numpy(self.inp), in_numpy(self.out), ROOT)
+
+    def expected(self) -> list[Tensor]:
+        return self.all_of(self.part)
+
+
+class Scatter(Collective):
+    def make(self) -> None:
+        self.numels = self.part, self.whole * (self.comm.rank == ROOT)
+
+    def over_fastcomm(self) -> Callable[[], object]:
+        return functools.partial(self.comm.scatter, self.out, self.inp)
+
+    def over_gloo(self) -> Callable[[], object]:
+        return functools.partial(dist.scatter, self.out, self.parts_of(self.inp))
+
+    def over_mpi(self, world: Any) -> Callable[[], object]:
+        return functools.partial(world.Scatter, in_numpy(self.inp), in_numpy(self.out), ROOT)
+
+    def expected(self) -> list[Tensor]:
+        return [contribution(ROOT, self.whole).chunk(self.comm.world_size)[self.comm.rank]]
+
+
+class AllToAll(Collective):
+    def make(self) -> None:
+        self.numels = self.whole, self.whole
+
+    def over_fastcomm(self) -> Callable[[], object]:
+        return functools.partial(self.comm.all_to_all_single, self.out, self.inp)
+
+    def over_gloo(self) -> Callable[[], object]:
+        return functools.partial(dist.all_to_all_single, self.out, self.inp)
+
+    def over_mpi(self, world: Any) -> Callable[[], object]:
+        return functools.partial(world.Alltoall, in_numpy(self.inp), in_numpy(self.out))
+
+    def expected(self) -> list[Tensor]:
+        n, rank = self.comm.world_size, self.comm.rank
+        return [one.chunk(n)[rank] for one in self.all_of(self.whole)]
+
+
+class Send(Collective):
+    """From rank 0 to rank 1."""
+
+    def make(self) -> None:
+        rank = self.comm.rank
+        self.numels = self.whole * (rank == RECEIVER), self.whole * (rank == ROOT)
+
+    def over_fastcomm(self) -> Callable[[], object]:
+        return self._through(self.comm.send, self.comm.recv, self.inp, self.out)
+
+    def over_gloo(self) -> Callable[[], object]:
+        return self._through(dist.send, dist.recv, self.inp, self.out)
+
+    def over_mpi(self, world: Any) -> Callable[[], object]:
+        return self._through(world.Send, world.Recv, in_numpy(self.inp), in_numpy(self.out))
+
+    def _through(
+        self, send: Callable[..., Any], recv: Callable[..., Any], inp: Any, out: Any
+    ) -> Callable[[], object]:
+        if self.comm.rank == ROOT:
+            return functools.partial(send, inp, RECEIVER)
+        if self.comm.rank == RECEIVER:
+            return functools.partial(recv, out, ROOT)
+        return lambda: None
+
+    def expected(self) -> list[Tensor]:
+        return [contribution(ROOT, self.whole)]
+
+
+class OneByOne(Collective):
+    """An all-reduce of each of up to MOST_TENSORS tensors."""
+
+    def make(self) -> None:
+        self.numels = self.whole, 0
+
+    def allocate(self, empty: Callable[..., Tensor]) -> None:
+        super().allocate(empty)
+        self.inp = self.out
+        self.tensors = [one for one in self.out.tensor_split(MOST_TENSORS) if one.numel()]
+
+    def over_fastcomm(self) -> Callable[[], object]:
+        return functools.partial(for_each, self.comm.all_reduce, self.tensors)
+
+    def over_gloo(self) -> Callable[[], object]:
+        return functools.partial(for_each, dist.all_reduce, self.tensors)
+
+    def over_mpi(self, world: Any) -> Callable[[], object]:
+        from mpi4py import MPI
+
+        reduce = functools.partial(world.Allreduce, MPI.IN_PLACE)
+        return functools.partial(for_each, reduce, [in_numpy(one) for one in self.tensors])
+
+    def expected(self) -> list[Tensor]:
+        return [torch.stack(self.all_of(self.whole)).sum(0)]
+
+
+class Coalesced(OneByOne):
+    def over_fastcomm(self) -> Callable[[], object]:
+        return functools.partial(self.comm.all_reduce_coalesced, self.tensors)
+
+    def over_gloo(self) -> Callable[[], object]:
+        def reduce_together() -> None:
+            with dist.distributed_c10d._coalescing_manager():
+                for_each(dist.all_reduce, self.tensors)
+
+        return reduce_together
+
+
+COLLECTIVES: dict[str, type[Collective]] = {
+    "gather": Gather,
+    "scatter": Scatter,
+    "all_to_all_single": AllToAll,
+    "send": Send,
+    "coalesced": Coalesced,
+    "one by one": OneByOne,
+}
+
+
+def for_each(reduce: Callable[[Any], object], tensors: Sequence[Any]) -> None:
+    for tensor in tensors:
+        reduce(tensor)
+
+
+def in_numpy(tensor: Tensor | None) -> Any:
+    return None if tensor is None else tensor.numpy()
+
+
+def world_of_mpi() -> Any:
+    from mpi4py import MPI
+
+    return MPI.COMM_WORLD
+
+
+class Methods:
+    """What the parent calls, on all ranks at once. peers: of fastcomm."""
+
+    def __init__(self, comm: Any, peers: Sequence[str]) -> None:
+        self.comm, self.ways = comm, [*OWN, *peers]
 
     def measure(self, collective: str, nbytes: int, rounds: int) -> dict[str, list[list[int]]]:
         """Nanoseconds of this rank's calls, by way and round."""
         part = max(1, nbytes // 4 // self.comm.world_size)
-        contenders = {way: self.prepare(collective, way, part) for way in WAYS}
+        contenders = {way: self.prepare(COLLECTIVES[collective], way, part) for way in self.ways}
         n_calls = max(CALLS[0], min(CALLS[1], BYTES_PER_TURN // nbytes))
         order = random.Random(nbytes)  # the same on every rank
-        times: dict[str, list[list[int]]] = {way: [] for way in WAYS}
+        times: dict[str, list[list[int]]] = {way: [] for way in self.ways}
         for _ in range(rounds):
             gc.collect()
             gc.disable()
-            for way in order.sample(WAYS, len(WAYS)):
+            for way in order.sample(self.ways, len(self.ways)):
                 call, rewrite = contenders[way]
                 for _ in range(WARM_UP_CALLS):
                     call()
@@ -179,12 +413,20 @@ class Methods:
         return times
 
     def prepare(
-        self, collective: str, way: str, part: int
+        self, kind: type[Collective], way: str, part: int
     ) -> tuple[Callable[[], object], Callable[[], None]]:
         """The call, once it has given the right result, and what comes before each."""
-        out, inp = self.tensors(collective, way, part)
-        call = self.call_of(collective, way, out, inp)
-        self.check(collective, call, out, inp, part)
+        one = kind(self.comm, part)
+        one.allocate(self.comm.empty if way == "fastcomm" else torch.empty)
+        call, inp = one.over(way), one.inp
+        if inp is not None:
+            inp.copy_(contribution(self.comm.rank, inp.numel()))
+        call()
+        if one.out is not None and not torch.equal(one.out, torch.cat(one.expected())):
+            raise RuntimeError(
+                f"rank {self.comm.rank}: {kind.__name__} over {way} in parts of {part} floats is "
+                "wrong"
+            )
 
         def rewrite() -> None:
             if inp is not None:
@@ -193,111 +435,23 @@ class Methods:
 
         return call, rewrite
 
-    def tensors(self, collective: str, way: str, part: int) -> tuple[Tensor | None, Tensor | None]:
-        """out and inp; None where this rank has none. Every page of them is touched."""
-        empty = self.comm.empty if way == "fastcomm" else torch.empty
-        whole, rank = part * self.comm.world_size, self.comm.rank
-        out = inp = None
-        if collective in SEVERAL:
-            out = empty(whole, dtype=torch.float32).fill_(-1)
-            return out, out
-        if rank == {"gather": ROOT, "send": RECEIVER}.get(collective, rank):
-            out = empty(part if collective == "scatter" else whole, dtype=torch.float32).fill_(-1)
-        if collective not in ("scatter", "send") or rank == ROOT:
-            inp = empty(part if collective == "gather" else whole, dtype=torch.float32).fill_(-1)
-        return out, inp
-
-    def call_of(
-        self, collective: str, way: str, out: Tensor | None, inp: Tensor | None
-    ) -> Callable[[], object]:
-        if collective == "send":
-            return self.message_of(self.comm if way in OWN else dist, out, inp)
-        if collective in SEVERAL and out is not None:
-            return self.reduction_of(collective, way, list(out.tensor_split(MOST_TENSORS)))
-        if way in OWN:
-            return functools.partial(getattr(self.comm, collective), out, inp)
-        theirs = getattr(dist, collective)
-        if collective == "gather":
-            return functools.partial(theirs, inp, self.parts_of(out))
-        if collective == "scatter":
-            return functools.partial(theirs, out, self.parts_of(inp))
-        return functools.partial(theirs, out, inp)
-
-    def message_of(
-        self, through: Any, out: Tensor | None, inp: Tensor | None
-    ) -> Callable[[], object]:
-        """through: a communicator, or torch.distributed."""
-        if inp is not None:
-            return functools.partial(through.send, inp, RECEIVER)
-        if out is not None:
-            return functools.partial(through.recv, out, ROOT)
-        return lambda: None
-
-    def reduction_of(
-        self, collective: str, way: str, tensors: list[Tensor]
-    ) -> Callable[[], object]:
-        tensors = [tensor for tensor in tensors if tensor.numel()]
-        all_reduce = self.comm.all_reduce if way in OWN else dist.all_reduce
-        if collective == "coalesced" and way in OWN:
-            return functools.partial(self.comm.all_reduce_coalesced, tensors)
-
-        def reduce_each() -> None:
-            for tensor in tensors:
-                all_reduce(tensor)
-
-        def reduce_together() -> None:
-            with dist.distributed_c10d._coalescing_manager():
-                reduce_each()
-
-        return reduce_each if collective == "one by one" else reduce_together
-
-    def parts_of(self, whole: Tensor | None) -> list[Tensor] | None:
-        return None if whole is None else list(whole.chunk(self.comm.world_size))
-
-    def check(
-        self,
-        collective: str,
-        call: Callable[[], object],
-        out: Tensor | None,
-        inp: Tensor | None,
-        part: int,
-    ) -> None:
-        """Calls it once. What is measured has to be right."""
-        rank, world_size = self.comm.rank, self.comm.world_size
-        if inp is not None:
-            inp.copy_(contribution(rank, inp.numel()))
-        call()
-        if out is None:
-            return
-        if collective == "gather":
-            expected = [contribution(r, part) for r in range(world_size)]
-        elif collective in SEVERAL:
-            shares = [contribution(r, part * world_size) for r in range(world_size)]
-            expected = [torch.stack(shares).sum(0)]
-        elif collective == "send":
-            expected = [contribution(ROOT, part * world_size)]
-        else:
-            sources = (ROOT,) if collective == "scatter" else range(world_size)
-            expected = [contribution(r, part * world_size).chunk(world_size)[rank] for r in sources]
-        if not torch.equal(out, torch.cat(expected)):
-            raise RuntimeError(f"rank {rank}: {collective} in parts of {part} floats is wrong")
-
 
 def contribution(rank: int, numel: int) -> Tensor:
     """Whole numbers that float32 holds."""
     return (torch.arange(numel) % PRIME + (rank << 16)).float()
 
 
-def serve() -> None:
+def serve(mpi: str | None) -> None:
     launch.die_with_parent()
     torch.set_num_threads(1)
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    world_size = int(os.environ["WORLD_SIZE"])
+    rank = int(os.environ["RANK"]) if mpi is None else int(world_of_mpi().rank)
     meeting = f"file://{launch.scratch()}"
     dist.init_process_group("gloo", init_method=f"{meeting}/gloo", rank=rank, world_size=world_size)
     with fastcomm.init(
         "shm", init_method=f"{meeting}/fastcomm", rank=rank, world_size=world_size
     ) as comm:
-        launch.serve(rank, Methods(comm))
+        launch.serve(rank, Methods(comm, ["gloo", *([mpi] if mpi else [])]))
     dist.destroy_process_group()
 
 
