@@ -206,6 +206,14 @@ MUTATIONS = (
         tests=(LAST_COUNTED,),
     ),
     Mutation(
+        name="shard copies: the state of a frozen parameter has no copy",
+        file="fastcomm/optim/sharded.py",
+        within="ShardedOptimizer._kept",
+        old="self.comm.rank == 0",
+        new="False",
+        tests=(f"{SHARDED}a_new_process_gets_the_state_of_a_frozen_parameter",),
+    ),
+    Mutation(
         name="elastic: a round whose step has not counted is not made again",
         file=ELASTIC,
         within="Elastic.undo_round",

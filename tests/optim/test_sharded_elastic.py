@@ -516,3 +516,52 @@ def test_a_process_in_place_of_a_lost_one_gets_all_that_the_others_have(backend,
     assert ends[0][0][:3] == ends[0][0][-3:] == ends[-1][0] == [3] * 3
     for _, states in ends:
         torch.testing.assert_close(states, ends[0][1], rtol=0, atol=0)
+
+
+class TrainingThatHasFrozen(ShardedTraining):
+    """As the others are when this process comes: the first weight was trained, and is frozen."""
+
+    def new_model(self) -> nn.Sequential:
+        model = super().new_model()
+        model[0].weight.requires_grad_(False)
+        return model
+
+    def __init__(self, place: Place, comm: Any) -> None:
+        Training.__init__(self, place, comm)
+        self.optimizer = fastcomm.ShardedOptimizer(
+            self.reducer, torch.optim.Adam, self.model.parameters(), lr=0.1
+        )
+
+
+def _take_in_while_one_is_frozen(place: Place) -> Any:
+    """The last process takes the place of rank 1. A step after it has come all thaw the weight."""
+    own = dataclasses.replace(place, world_size=2)
+    if place.rank == 2:
+        wait_for_note(place, "left_at")
+        own = dataclasses.replace(own, rank=1)
+    kind = TrainingThatHasFrozen if place.rank == 2 else ShardedTraining
+    training = kind(place, communicator(own))
+    training.last, first = 10**9, training.model[0].weight
+    for step in training.loop():
+        comm = training.reducer.comm
+        has_come = comm.membership.is_rebuilt and comm.world_size == 2
+        if step == 2 and not comm.membership.is_rebuilt:
+            first.requires_grad_(False)
+            training.optimizer.zero_grad()
+            training.reducer.refresh()
+        if step == 3 and place.rank == 1:
+            leave(place, comm, "killed")
+        training.last = min(training.last, step + 4) if has_come else training.last
+        if step == training.last - 2:
+            first.requires_grad_(True)
+            training.optimizer.zero_grad()
+            training.reducer.refresh()
+        training.make(step)
+        time.sleep(0.01)
+    return training.end()[1:]
+
+
+def test_a_new_process_gets_the_state_of_a_frozen_parameter():
+    ends = values_of(_run("shm", 3, _take_in_while_one_is_frozen, of_hosts=[0, 1, 1]), 1)
+    assert ends[0][1]["state"][0]["step"].item() == 2 + 2
+    torch.testing.assert_close(ends[1], ends[0], rtol=0, atol=0)

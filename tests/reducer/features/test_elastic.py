@@ -50,7 +50,7 @@ class Training:
     def __init__(self, place: Place, comm: Any, start: Any = None) -> None:
         torch.manual_seed(place.rank)  # attach() makes them equal
         self.place = place
-        self.model = nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 1))
+        self.model = self.new_model()
         self.optimizer = torch.optim.Adam(self.model.parameters(), lr=0.1)
         if start is not None:
             self.model.load_state_dict(start[0])
@@ -60,6 +60,9 @@ class Training:
         self.sizes: list[int] = []  # of the world, by step
         self.last = STEPS
         self.misses_none = True  # of the steps, from the one on with which it begins
+
+    def new_model(self) -> nn.Sequential:
+        return nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 1))
 
     def loop(self) -> Iterator[int]:
         """The number of the step that is to be made, each time, which is that of its batch."""
