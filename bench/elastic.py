@@ -175,6 +175,7 @@ def serve_lighthouse(task: Task) -> None:
 
 OWN_WAYS = ("fastcomm", "sharded")
 WAYS = (*OWN_WAYS, "torchft")
+HAS_TORCHFT = importlib.util.find_spec("torchft") is not None
 AS_RANK = {
     **dict.fromkeys(OWN_WAYS, train),
     "torchft": train_with_torchft,
@@ -278,7 +279,7 @@ def main() -> int:
         AS_RANK[task.way](task)
         return 0
     launch.exit_on_sigterm()
-    ways = [way for way in options.ways if way in OWN_WAYS or importlib.util.find_spec(way)]
+    ways = options.ways
     runs = [(way, every) for way in ways for every in (0.0, options.kill_every)]
     random.shuffle(runs)
     done: dict[tuple[str, float], dict[str, Any]] = {}
@@ -289,7 +290,8 @@ def main() -> int:
     rows = [row_of(way, done[way, 0.0], done[way, options.kill_every]) for way in ways]
     print_rows(rows, options)
     report.write_results("elastic", {"rows": rows}, options)
-    return report_wrong([one for (way, _), one in done.items() if way in OWN_WAYS])
+    own = [one for (way, _), one in done.items() if way in OWN_WAYS]
+    return report_wrong(own) if own else 0
 
 
 def row_of(way: str, undisturbed: dict[str, Any], disturbed: dict[str, Any]) -> dict[str, Any]:
@@ -308,9 +310,9 @@ def parse_options() -> argparse.Namespace:
         "--ways",
         nargs="+",
         choices=WAYS,
-        default=WAYS,
+        default=[*OWN_WAYS, *(["torchft"] * HAS_TORCHFT)],
         metavar="WAY",
-        help=f"of {', '.join(WAYS)} ({' '.join(WAYS)}; torchft where it is installed)",
+        help=f"of {', '.join(WAYS)} (all; torchft if it is installed)",
     )
     parser.add_argument("--ranks", type=report.several, default=4, metavar="N", help="(4)")
     parser.add_argument(
@@ -321,7 +323,10 @@ def parse_options() -> argparse.Namespace:
     )
     parser.add_argument("--step-ms", type=float, default=50.0, help="that a step sleeps (50)")
     parser.add_argument("--as-rank", help=argparse.SUPPRESS)
-    return report.parse(parser)
+    options = report.parse(parser)
+    if "torchft" in options.ways and not HAS_TORCHFT:
+        parser.error("--ways torchft: it is not installed (pip install torchft-nightly)")
+    return options
 
 
 def print_rows(rows: Sequence[Mapping[str, Any]], options: argparse.Namespace) -> None:

@@ -79,7 +79,8 @@ def main() -> int:
         serve(options.mpi)
         return 0
     launch.exit_on_sigterm()
-    print(f"{machine.summary()}\nfloat32, {options.ranks} ranks; a ratio is a peer's time over it")
+    print(machine.summary())
+    print(f"float32, {options.ranks} ranks; a ratio is a peer's time over fastcomm's")
     peers = ["gloo", *([options.mpi] if options.mpi else [])]
     table = make_table(peers)
     table.print_head()
@@ -128,7 +129,7 @@ def parse_options() -> argparse.Namespace:
 
 
 def start(options: argparse.Namespace) -> launch.Ranks:
-    """The ranks; those of an MPI take part in everything."""
+    """Starts the ranks, under the MPI's mpiexec if one takes part."""
     arguments, launcher = [], Launcher(())
     if options.mpi is not None:
         launcher = launcher_of(options.mpi, "float", options.mpis)
@@ -194,8 +195,8 @@ def cells_of(row: dict[str, Any]) -> list[str]:
 
 
 class Collective:
-    """One that is measured, on this rank. out, inp: where the results come, and what is sent; None
-    on a rank that has none.
+    """Calls one collective over each contender, on this rank. out, inp: where the results come, and
+    what is sent; None on a rank that has none.
     """
 
     numels: tuple[int, int]  # of out and inp; 0: none
@@ -389,7 +390,7 @@ def world_of_mpi() -> Any:
 
 
 class Methods:
-    """What the parent calls, on all ranks at once. peers: of fastcomm."""
+    """The parent calls these methods on all ranks at once. peers: of fastcomm."""
 
     def __init__(self, comm: Any, peers: Sequence[str]) -> None:
         self.comm, self.ways = comm, [*OWN, *peers]

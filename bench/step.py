@@ -28,7 +28,7 @@ beside fastcomm's without. "joined" is fastcomm inside reducer.join(), on the CP
 
 "skipping" is fastcomm with skip_nonfinite=True, beside fastcomm without; "clipped" clips by
 reducer.clip_grad_norm_, and "clipped_by_torch" by torch's clip_grad_norm_, to a norm that no
-gradient here has: what is compared is the norm.
+gradient here has: what is compared is the norm. "audited" is fastcomm with an audit in every step.
 
 "sharded" is fastcomm.ShardedOptimizer: each rank steps its shard, and its step is set beside the
 local one, which steps everything. Printed with it: the bytes of optimizer state of each rank. In

@@ -13,14 +13,20 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from fastcomm.comm.collective import OTHERS_GRADIENT, advice_on_bucket
+from fastcomm.comm.collective import OTHERS_GRADIENT, advice_on_bucket, as_pairs, real_numel
 from fastcomm.comm.flat_buffers import inside
 from fastcomm.comm.transport import BoundBucket, BucketWork, Transport, Weight
 from fastcomm.errors import FastcommError, MismatchError, add_to_first_line
 from fastcomm.reducer.autograd import is_gradient_held, is_hooked_behind
 from fastcomm.reducer.gradient_state import GradientState, checksum
 from fastcomm.reducer.hooks import Counter, GradientHook
-from fastcomm.reducer.layout import BucketLayout, strides_of, view_of
+from fastcomm.reducer.layout import (
+    BucketLayout,
+    in_memory_order,
+    laid_out_as,
+    strides_of,
+    view_of,
+)
 from fastcomm.reducer.sample import Sample
 from fastcomm.reducer.validation import grad_dtype, misfit_in_slot
 
@@ -65,9 +71,9 @@ class Bucket(Counter):
         else:
             self.flat = comm.empty(numel, dtype=self.dtype).zero_()
         self.numel = numel - len(own)  # of the flat buffer, as far as it holds gradients
-        # Elements of it, which the next launch copies before they are reduced.
-        self.copied: slice | None = None
-        self.copy: Tensor | None = None
+        # In a round that is audited: some elements of it, and what this rank contributes to them.
+        self.audited: slice | None = None
+        self.given: Tensor | None = None
         offsets = [slot.offset for slot in layout.slots]
         self.geometries = [
             (offset, p.size(), strides_of(p)) for offset, (_, p) in zip(offsets, own, strict=True)
@@ -166,7 +172,7 @@ class Bucket(Counter):
             taking_part = self._leave_out(taking_part, keeps_graph)
         if keeps_graph:
             self._set_graphs_aside(taking_part)
-        looks = inspect is not None or self.copied is not None
+        looks = inspect is not None or self.audited is not None
         own = _gradients_of(taking_part) if looks else []
         missing = self._gather(taking_part)
         self._is_gathered = True
@@ -178,21 +184,26 @@ class Bucket(Counter):
             self._fill_missing(i)
             if own_weight is not None and own_weight.scale != own_weight.total:
                 self.views[i].mul_(own_weight.total / own_weight.scale)  # it is in no unit
-        if self.copied is not None:
-            self._make_copy(own)
+        if self.audited is not None:
+            self.given = self._given(own, self.audited.start, self.audited.stop)
         try:
             self._bound.launch(op, missing, step, weight)
         except MismatchError as error:  # the others have posted something else already
             raise self._explained(error) from error.__cause__
 
-    def _make_copy(self, own: list[tuple[int, Tensor]]) -> None:
-        """own: the gradients that take part, by slot: a transport may leave them where they are
-        until the launch.
+    def _given(self, own: list[tuple[int, Tensor]], begin: int, end: int) -> Tensor:
+        """A copy of what takes part of these elements. own: the gradients that do, by slot, as a
+        transport may leave them where they are until the launch.
         """
-        whole = self.flat.clone()
+        given = self.flat[begin:end].clone()
         for i, gradient in own:
-            view_of(whole, *self.geometries[i], self._dtypes[i]).copy_(gradient)
-        self.copy, self.copied = whole[self.copied].clone(), None
+            offset, view = self.geometries[i][0], self.views[i]
+            first, last = max(begin, offset), min(end, offset + real_numel(view))
+            if first < last and gradient.data_ptr() != view.data_ptr():
+                pairs = as_pairs(laid_out_as(view, gradient).resolve_conj())
+                in_order = in_memory_order(pairs)[first - offset : last - offset]
+                given[first - begin : last - begin] = in_order
+        return given
 
     def _remake_views(self) -> None:
         """After parameter.grad.data = ... some views lie on the user's memory."""
@@ -520,6 +531,7 @@ class Bucket(Counter):
     def reset(self) -> None:
         """Makes the bucket ready for the next backward."""
         self._is_gathered = self._is_vote = False
+        self.audited = self.given = None
         self._untouched.clear()
         self._emptied.clear()
         self._staying.clear()

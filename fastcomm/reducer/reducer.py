@@ -128,8 +128,8 @@ class Reducer(ReducerFlags):
         from all ranks at the end of backward, where the host waits for the ranks' numbers of rows.
     audit: every so many rounds compare the bits of all trainable parameters over the ranks, before
         the gradients are used: MismatchError, on every rank, names the parameter and the rank that
-        differs. One pass over the parameters; over NCCL the host waits for it. Where sums allow it
-        1 MiB of gradients is reduced once more, by other ranks, and compared. None: never.
+        differs. One pass over the parameters; over NCCL the host waits for it. Over shared
+        memory and "group" every rank also adds up some gradients once more. None: never.
 
     To be read:
 

@@ -68,97 +68,161 @@ def test_a_bit_that_turns_in_one_ranks_reduced_gradient_is_named(comm):
     reducer.check_in_sync()
 
 
-ADDING_IN_ONE_ORDER = ("shm", "group")
+IN_RANK_ORDER = ("shm", "group")
 
 
-def _after_each_reduction(patch, change):
-    """change(bucket) runs as a bucket is reduced, before the ranks go on."""
-    finish = Bucket.finish
+def _wherever(patch, kind, name, change):
+    """change(self) runs as soon as this method has returned."""
+    original = getattr(kind, name)
 
-    def finished(bucket):
-        work = finish(bucket)
-        change(bucket)
-        return work
+    def changed(self, *args):
+        value = original(self, *args)
+        change(self)
+        return value
 
-    patch.setattr(Bucket, "finish", finished)
+    patch.setattr(kind, name, changed)
 
 
-@pytest.mark.transports(*ADDING_IN_ONE_ORDER)
-@pytest.mark.parametrize("on", ["all ranks", "rank 1"])
+@pytest.mark.transports(*IN_RANK_ORDER)
+@pytest.mark.parametrize("on", [[0, 1, 2], [1], [0, 2]])
 @on_ranks(3)
 def test_a_sum_that_is_wrong_is_named_though_all_ranks_have_it(comm, on):
-    """The piece is the last bucket's, the first parameter's, as the audit's turn comes to it."""
-    model, reducer, optimizer = _train(comm, audit=len(list(_train(comm)[0].parameters())))
+    """Each of four parameters has a bucket, and the fourth round is the first that is audited."""
+    model, reducer, optimizer = _train(comm, audit=4)
     reducer.steps.compares = False
-    n_buckets = len(reducer.buckets)
-    _step(model, optimizer, n_buckets - 1)
-    audited = reducer.buckets[1]  # in the round n_buckets, the first audited one
+    _step(model, optimizer, 3)
+    audited = reducer.buckets[1]
 
     def change(bucket):
-        if bucket is audited and on in ("all ranks", f"rank {comm.rank}"):
+        if bucket is audited and comm.rank in on:
             bucket.flat[2:3].view(torch.int32).bitwise_xor_(1)
 
     before = [parameter.detach().clone() for parameter in model.parameters()]
     with pytest.MonkeyPatch.context() as patch:
-        _after_each_reduction(patch, change)
+        _wherever(patch, Bucket, "finish", change)
         with pytest.raises(MismatchError) as caught:
             _step(model, optimizer)
     said = str(caught.value)
-    name = audited.names[0]
-    assert f"audit in round {n_buckets}: the reduced gradient of parameter {name} had" in said
-    assert f"other bits on {on} when it was reduced once more, in 1 elements" in said
+    assert f"audit in round 4: the reduced gradient of parameter {audited.names[0]} is not" in said
+    who = {3: "all ranks have", 1: "rank 1 has", 2: "ranks 0, 2 have"}[len(on)]
+    assert f"the sum that {who} made once more. A" in said
     for parameter, old in zip(model.parameters(), before, strict=True):
         assert parameter.grad is None and torch.equal(parameter, old)
-    _step(model, optimizer, 2 * n_buckets)
+    _step(model, optimizer, 8)
     reducer.check_in_sync()
 
 
-@pytest.mark.transports(*ADDING_IN_ONE_ORDER)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("op", ["mean", "sum", "max"])
+def _count_additions(patch):
+    n = []
+    _wherever(patch, audit.Excerpt, "add_again", lambda _: n.append(1))
+    return n
+
+
+@pytest.mark.transports(*IN_RANK_ORDER)
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64]
+)
+@pytest.mark.parametrize("op", ["mean", "sum"])
 @on_ranks(3)
-def test_what_other_ranks_add_has_the_same_bits(comm, dtype, op):
-    """Of buckets of every size, in parts that fit no rank evenly, with NaN among them."""
+def test_what_each_rank_adds_for_itself_has_the_same_bits(comm, dtype, op):
+    """Of buckets of every size, and of large ones every part, with NaN and zeros among them."""
     torch.manual_seed(comm.rank)
-    sizes = [1, 5, 3000, 40_001, 700_000]
-    named = [(f"p{n}", nn.Parameter(torch.zeros(n, dtype=dtype))) for n in sizes]
+    shapes = [(1,), (5,), (3000,), (40_001,), (700, 1000)]
+    named = [(str(shape), nn.Parameter(torch.zeros(shape, dtype=dtype))) for shape in shapes]
     reducer = fastcomm.Reducer(comm, op=op, audit=1, bucket_cap_mb=1e-5).attach(named)
-    n_reduced = []
-    reduce_again = audit.Piece.reduce_again
+    n_excerpts = len(_excerpts(reducer, comm))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            audit.Piece, "reduce_again", lambda *a: n_reduced.append(1) or reduce_again(*a)
-        )
-        for _ in range(len(sizes) + 3):
+        n_added = _count_additions(patch)
+        for _ in range(n_excerpts):
             for _, parameter in named:
                 parameter.grad = torch.randn_like(parameter)
-                parameter.grad[-1] = float("nan") if comm.rank == 1 else 1.0
+                parameter.grad.view(-1)[::7] = -0.0
+                parameter.grad.view(-1)[-1] = float("nan") if comm.rank == 1 else 1.0
+            named[-1][1].grad = named[-1][1].grad.t().contiguous().t()  # other strides
             reducer.reduce()
             reducer.drop_step()
-    assert len(n_reduced) == len(sizes) + 3
+    assert len(n_added) == n_excerpts > len(shapes)
+
+
+def _excerpts(reducer, comm):
+    """Where each of them begins."""
+    seen = []
+    while (
+        one := _place(audit.excerpt_of(reducer.buckets, len(seen), comm.world_size))
+    ) not in seen:
+        seen.append(one)
+    for bucket in reducer.buckets:
+        bucket.reset()
+    return seen
+
+
+def _place(excerpt):
+    return excerpt.bucket.names[0], excerpt._elements.start
 
 
 @pytest.mark.transports("shm")
+@pytest.mark.parametrize(
+    "options, n_audited",
+    [
+        ({}, 4),  # but for two rounds with weights, and two voted down
+        ({"skip_nonfinite": True}, 4),
+        ({"wire_dtype": torch.bfloat16}, 0),
+        ({"op": "max"}, 0),
+    ],
+)
 @on_ranks(2)
-def test_votes_weights_and_narrow_wires_are_not_taken_for_errors(comm):
+def test_votes_weights_and_narrow_wires_are_not_taken_for_errors(comm, options, n_audited):
     """In every round; the parameters are compared all the same."""
-    for options in ({}, {"wire_dtype": torch.bfloat16}, {"skip_nonfinite": True}):
-        model, reducer, optimizer = _train(comm, audit=1, **options)
+    model, reducer, optimizer = _train(comm, audit=1, **options)
+    can_weigh = options.get("op") != "max"
+    with pytest.MonkeyPatch.context() as patch:
+        n_added = _count_additions(patch)
         for i in range(8):
             optimizer.zero_grad()
             with reducer.skip_step_on(KeyError):
                 if i % 4 == 1 and comm.rank == 0:
                     raise KeyError
-                if i % 4 == 2:
+                if i % 4 == 2 and can_weigh:
                     reducer.set_weight(1 + comm.rank)
                 model(torch.ones(4, 6)).square().mean().backward()
             optimizer.step()
-        with pytest.raises(MismatchError, match="audit in round"):
-            if comm.rank == 0:
-                _flip_a_bit(model[0].weight, 23)
-            reducer.steps.compares = False
-            _step(model, optimizer)
-        reducer.detach()
+    assert len(n_added) == n_audited
+    assert all(bucket.audited is bucket.given is None for bucket in reducer.buckets)
+    reducer.steps.compares = False
+    if comm.rank == 0:
+        _flip_a_bit(model[0].weight, 23)
+    with pytest.raises(MismatchError, match="audit in round"):
+        _step(model, optimizer)
+
+
+@pytest.mark.transports("shm")
+@on_ranks(3)
+def test_a_signal_while_gradients_settle_is_no_error(comm):
+    """Nobody has used a parameter, and each rank gets back the gradient that it had of it: the sum
+    was read before.
+    """
+    used, unused = (nn.Parameter(torch.ones(5)) for _ in range(2))
+    named = [("used", used), ("unused", unused)]
+    reducer = fastcomm.Reducer(comm, op="sum", audit=1, bucket_cap_mb=1.0).attach(named)
+    used.grad, unused.grad = torch.full((5,), 0.1), torch.full((5,), 0.1)
+    reducer.reduce()
+    before = signal.signal(signal.SIGUSR1, _interrupt)
+    seen = []
+
+    def interrupt_once(_):
+        if comm.rank == 0 and not seen:
+            seen.append(1)
+            signal.raise_signal(signal.SIGUSR1)
+
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            _wherever(patch, Bucket, "settle", interrupt_once)
+            expected = pytest.raises(Interrupted) if comm.rank == 0 else contextlib.nullcontext()
+            with expected:
+                used.sum().backward()
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    reducer.check_in_sync()
 
 
 @pytest.mark.transports("shm", "nccl")
