@@ -95,6 +95,17 @@ def test_a_group_says_that_it_cannot_be_reconfigured(comm):
             call()
 
 
+@pytest.mark.skipif(not hasattr(dist, "shrink_group"), reason="torch shrinks no groups yet")
+@on_ranks(2)
+def test_a_group_that_is_asked_to_shrink_refuses_and_goes_on(comm):
+    if comm.rank == 0:
+        with pytest.raises(TypeError, match="does not support shrinking"):
+            dist.shrink_group([1], world())
+    tensor = torch.ones(3)
+    dist.all_reduce(tensor)
+    assert tensor.tolist() == [2, 2, 2]
+
+
 def _begin_and_end_twice(place):
     for time in ("first", "second"):
         start(place, file=f"{time} time")
