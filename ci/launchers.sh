@@ -2,8 +2,9 @@
 # Starts the README's script, unchanged, under torchrun, fastcomm's own runner, the launchers of
 # OpenMPI, MPICH and Intel MPI, with srun's variables, without srun, and in workers of Ray Train, on
 # a cluster of this machine: two ranks each. All must print the same losses. Then
-# examples/with_ray.py both ways. Keeps each launcher in build/launchers/ for the next time (some
-# 400 MB, and 500 for Ray). Exits with 1 if one has failed.
+# examples/with_ray.py both ways, and the tests of what MPI's launchers and torchrun do when a rank
+# is lost. Keeps each launcher in build/launchers/ for the next time (some 400 MB, and 500 for Ray).
+# Exits with 1 if one has failed.
 #
 #     bash ci/launchers.sh
 set -euo pipefail
@@ -74,4 +75,13 @@ wanted=$(timeout 600 "${with_ray[@]}") || status=1
 echo
 row "with_ray.py" "$(sed 's/.* //' <<<"$wanted" | paste -sd ' ')"
 compare "with_ray.py --fastcomm reducer" "${with_ray[@]}" --fastcomm reducer
+
+PATH=$folder/openmpi/bin:$folder/mpich/bin:$PATH
+tests=("$python" -m pytest --quiet "$root/tests/launching/test_lost_ranks.py")
+printed=$(cd "$root" && timeout 600 "${tests[@]}" 2>&1) || {
+    echo "$printed"
+    status=1
+}
+echo
+row "a lost rank" "$(tail -n 1 <<<"$printed")"
 exit "$status"

@@ -31,6 +31,7 @@ LONGEST = (
     "tests.bench.test_bench",
     "tests.docs.test_examples",
     "tests.launching.test_torchrun",
+    "tests.launching.test_lost_ranks",
     "tests.bench.test_backend",
     "tests.cli.test_demo",
     "tests.transports.shm.test_core",
