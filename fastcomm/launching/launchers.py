@@ -16,7 +16,7 @@ from fastcomm.errors import InitError
 
 _DEFAULT_PORT = 29500  # torch's
 _FIRST_SLURM_PORT = 15000
-_PARENT, _START_TIME = 1, 19  # of what _stat() returns
+_PARENT, _TERMINAL, _START_TIME = 1, 4, 19  # of what _stat() returns
 
 
 class Launcher(NamedTuple):
@@ -124,8 +124,19 @@ def _launcher_or_none() -> Launcher | None:
 
 
 def _is_interactive() -> bool:
-    """A shell that srun has started: what is started from there by hand is no task of its own."""
-    return os.environ.get("SLURM_JOB_NAME") in ("bash", "interactive")
+    """A shell that srun has started: what is started from there by hand is no task of its own. The
+    name is also that of a job of salloc's, in whose shell srun starts tasks without a terminal.
+    """
+    is_named_so = os.environ.get("SLURM_JOB_NAME") in ("bash", "interactive")
+    return is_named_so and _has_terminal(os.environ.get("SLURM_TASK_PID", "self"))
+
+
+def _has_terminal(pid: str) -> bool:
+    """Whether the process has a terminal, or is hidden."""
+    try:
+        return _stat(pid)[_TERMINAL] != "0"
+    except OSError:
+        return True
 
 
 def _port(otherwise: int | None = None) -> int:
@@ -189,7 +200,7 @@ def _is_set_for(pid: int, variable: str) -> bool:
         return False
 
 
-def _stat(pid: int) -> list[str]:
+def _stat(pid: int | str) -> list[str]:
     """What /proc/PID/stat says, from the third field on: the second may hold spaces."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
 

@@ -114,7 +114,6 @@ def _environment(launcher: Launcher, folder: Path) -> dict[str, str]:
         "OMP_NUM_THREADS": "1",
         "TMPDIR": str(folder),
         "MASTER_PORT": str(own_port()),  # srun's would be the same for all tests of a job
-        "SLURM_JOB_NAME": "tests",  # salloc calls it "interactive", which init() takes for a shell
     }
 
 

@@ -261,6 +261,14 @@ MUTATIONS = (
         tests=(f"{LAUNCHER_TESTS}a_shell_that_srun_has_started_is_no_rank",),
     ),
     Mutation(
+        name="launchers: what srun starts in a shell of salloc's is no rank",
+        file=LAUNCHERS,
+        within="_is_interactive",
+        old='is_named_so and _has_terminal(os.environ.get("SLURM_TASK_PID", "self"))',
+        new="is_named_so",
+        tests=(f"{LAUNCHER_TESTS}what_srun_starts_in_a_shell_of_salloc_is_a_rank",),
+    ),
+    Mutation(
         name="launchers: ranks meet by their parent, a script of each rank's own included",
         file=LAUNCHERS,
         within="_id_of_launcher",

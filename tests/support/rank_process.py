@@ -26,6 +26,7 @@ Environment = Mapping[str, "str | None"]
 LAUNCHER_VARIABLES = {
     *("GROUP_RANK", "MASTER_ADDR", "MASTER_PORT"),
     *("SLURM_JOB_ID", "SLURM_JOB_NAME", "SLURM_NODELIST", "SLURM_STEP_NODELIST"),
+    "SLURM_TASK_PID",
     *(name for launcher in launchers.LAUNCHERS for name in launcher[1:] if name),
 }
 _PR_SET_PDEATHSIG = 1
