@@ -125,6 +125,14 @@ class Interrupt(_Compact):
 
 
 @dataclass(frozen=True, repr=False)
+class Weigh(_Compact):
+    """A step from zero_grad() on in which each rank's gradients count by its weight. 0: not."""
+
+    routes: tuple[Route, ...]
+    weights: tuple[float, ...]
+
+
+@dataclass(frozen=True, repr=False)
 class Reduce(_Compact):
     """Gradients set by hand, on every rank others, and reducer.reduce()."""
 

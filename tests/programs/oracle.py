@@ -11,7 +11,7 @@ every rank keeps what it had; else all get the result.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -132,9 +132,13 @@ class Oracle:
         ]
         yield from (None for _ in zip(*running, strict=True))
 
-    def reduce(self) -> dict[str, float]:
-        """Returns, by parameter that some rank has, the largest magnitude that went into it."""
+    def reduce(self, weights: Sequence[float] | None = None) -> dict[str, float]:
+        """Returns, by parameter that some rank has, the largest magnitude that went into it.
+        weights: of the ranks' gradients, of which there are none from before this backward.
+        """
         scales = {}
+        if weights is not None:
+            self._leave_out({rank for rank, weight in enumerate(weights) if not weight})
         by_rank = [dict(replica.named_parameters()) for replica in self.replicas]
         for name in self.attached:
             column = [named[name] for named in by_rank]
@@ -144,8 +148,12 @@ class Oracle:
             ):
                 continue
             values = [torch.zeros_like(p) if p.grad is None else p.grad for p in column]
-            result = functools.reduce(_COMBINE[self.op], values).detach()
-            result = result / len(values) if self.op == "mean" else result
+            if weights is None:
+                result = functools.reduce(_COMBINE[self.op], values).detach()
+                result = result / len(values) if self.op == "mean" else result
+            else:
+                products = [value * weight for value, weight in zip(values, weights, strict=True)]
+                result = sum(products).detach() / sum(weights)
             for parameter, reduced in zip(column, self.reduced, strict=True):
                 parameter.grad = result.clone()
                 reduced.add(name)
@@ -153,6 +161,13 @@ class Oracle:
             scales[name] = numbers.abs().max().item() if numbers.numel() else 0.0
         self._forget()
         return scales
+
+    def _leave_out(self, ranks: set[int]) -> None:
+        for rank in ranks:
+            for name, parameter in self.replicas[rank].named_parameters():
+                if name in self.attached:
+                    parameter.grad = None
+            self.fresh[rank] -= self.attached
 
     def drop_gradients(self) -> None:
         for replica in self.replicas:

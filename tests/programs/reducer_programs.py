@@ -9,7 +9,7 @@ import os
 import time
 import warnings
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -36,6 +36,7 @@ from tests.programs.data import (
     Step,
     SyncBuffers,
     Touch,
+    Weigh,
     ZeroGrad,
 )
 from tests.programs.interrupts import Interrupted, interrupting, new_gate
@@ -148,10 +149,10 @@ class _Run:
         if after is not None:
             self.oracle.note_write(rank, name, is_new=after is not before[name])
 
-    def _reduce_oracle(self) -> None:
+    def _reduce_oracle(self, weights: Sequence[float] | None = None) -> None:
         """What this gives the ranks must have got; the replicas go on from what they have, so that
         roundings do not add up."""
-        scales = self.oracle.reduce()
+        scales = self.oracle.reduce(weights)
         self._compare_gradients(scales)
         mine = dict(self.model.named_parameters())
         for replica in self.oracle.replicas:
@@ -235,6 +236,16 @@ class _Run:
             for _ in stages(self.model, step, rank, number):
                 pass
         self._reduce_oracle()
+
+    def weigh(self, operation: Weigh, number: int) -> None:
+        self.zero_grad(ZeroGrad(), number)
+        self.reducer.set_weight(operation.weights[self.comm.rank])
+        step = Backward(operation.routes)
+        for _ in self.oracle.backwards(step, number):
+            pass
+        for _ in stages(self.model, step, self.comm.rank, number):
+            pass
+        self._reduce_oracle(operation.weights)
 
     def reduce(self, operation: Reduce, number: int) -> None:
         for rank, touches in enumerate(operation.touches):
@@ -384,6 +395,7 @@ _PERFORM: dict[type, Callable[[_Run, Any, int], None]] = {
     Backward: _Run.backward,
     Fail: _Run.fail,
     Interrupt: _Run.interrupt,
+    Weigh: _Run.weigh,
     Reduce: _Run.reduce,
     ZeroGrad: _Run.zero_grad,
     Step: _Run.step,

@@ -36,6 +36,7 @@ from tests.programs.data import (
     Step,
     SyncBuffers,
     Touch,
+    Weigh,
     ZeroGrad,
 )
 from tests.programs.modules import MODULES
@@ -180,6 +181,11 @@ def interrupts(n: int) -> st.SearchStrategy[Interrupt]:
     return st.tuples(routes(n), pair).map(lambda drawn: Interrupt(drawn[0], *drawn[1]))
 
 
+def weighings(n: int) -> st.SearchStrategy[Weigh]:
+    weight = st.sampled_from([0, 0.5, 1, 1, 3, 100])
+    return st.builds(Weigh, routes(n), st.tuples(*[weight] * n))
+
+
 @functools.cache
 def sequences(n: int, transport: str, has_buffers: bool) -> st.SearchStrategy[list[Any]]:
     """Operations, most of them one by one."""
@@ -195,6 +201,7 @@ def sequences(n: int, transport: str, has_buffers: bool) -> st.SearchStrategy[li
         (1, st.builds(Reattach, st.booleans(), st.booleans())),
         (2 if has_buffers else 0, st.builds(SyncBuffers, st.integers(0, n - 1))),
         (1 if transport == "nccl" else 3, failures(n)),
+        (2, weighings(n)),
     ]
     touches = st.lists(_touch, max_size=4).map(tuple)
     by_weight.append((3, st.builds(Reduce, st.tuples(*[touches] * n))))
@@ -228,7 +235,7 @@ def reducer_programs(draw: Any, n: int, transport: str) -> ReducerProgram:
     ]
     drawn = draw(_sequences_of_two(n, transport, *have_buffers))
     chosen = draw(options(transport))
-    fitting = _Fitting(n, transport, chosen.overlap, chosen.is_hooked)
+    fitting = _Fitting(n, transport, chosen)
     sequence = [each for several in drawn for one in several for each in fitting.made_of(one)]
     return ReducerProgram(
         n, model, tuple(sequence), chosen, draw(st.sampled_from([0.0, 0.9])), second
@@ -241,15 +248,16 @@ class _Fitting:
 
     n: int
     transport: str
-    overlap: bool
-    is_hooked: bool
+    options: Options
 
     def made_of(self, operation: Any) -> list[Any]:
         if isinstance(operation, Other):
             return [*map(Other, self.made_of(operation.operation))]
-        if isinstance(operation, Interrupt) and self.is_hooked:
+        if isinstance(operation, Interrupt) and self.options.is_hooked:
             return []  # inside a hook it ends the round, on every rank
-        if isinstance(operation, Backward) and operation.how == "sum" and self.overlap:
+        if isinstance(operation, Weigh) and (self.options.is_hooked or self.options.op != "mean"):
+            return []
+        if isinstance(operation, Backward) and operation.how == "sum" and self.options.overlap:
             # Then parameters under a reentrant checkpoint get two gradients, too late to be added.
             plain = (replace(route, wrap="") for route in operation.routes)
             return [replace(operation, routes=tuple(plain))]
