@@ -205,7 +205,8 @@ class Reducer(ReducerFlags):
         # In which order they decide, when a round has ended, whether other buckets are better.
         self._planners = [one for one in (self.ordering, self.tuning) if one is not None]
         if self.options.audit is not None:
-            self.extensions = [one for one in self.extensions if not isinstance(one, Audit)]
+            if self._audit is not None:
+                self.remove(self._audit)
             self._audit = self.install(Audit(comm, self.options))
         self._stragglers.use(comm)
         self._hears_votes = hears_votes(comm, self.options)
