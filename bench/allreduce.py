@@ -112,14 +112,7 @@ def start(
 
 def start_mpi(name: str, options: argparse.Namespace, arguments: list[str]) -> launch.Ranks:
     """Raises NoMpiError or RanksError where this MPI cannot be had."""
-    launcher = launcher_of(name, options.d, options.mpis)
-    return launch.Ranks(
-        RANK_SCRIPT,
-        options.ranks,
-        arguments=arguments,
-        launcher=[*launcher.command, "-n", str(options.ranks)],
-        environment=launcher.environment,
-    )
+    return launcher_of(name, options.d, options.mpis).start(RANK_SCRIPT, options.ranks, arguments)
 
 
 def start_on_gpus(

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 from lib import cuda_clock, launch, turns
-from lib.allreduce_mpi import NAMES
+from lib.allreduce_mpi import NAMES, world
 from torch import Tensor
 
 TIMEOUT = timedelta(seconds=60)
@@ -341,12 +341,6 @@ def count_wrong(buffer: Tensor, period: Tensor, relative: float) -> int:
     return wrong
 
 
-def mpi_rank() -> int:
-    from mpi4py import MPI
-
-    return int(MPI.COMM_WORLD.rank)
-
-
 def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     parser.add_argument("kind", choices=("torch", "cuda", *NAMES))
@@ -359,7 +353,7 @@ def parse_options() -> argparse.Namespace:
 
 
 def make_settings(options: argparse.Namespace) -> Settings:
-    rank = mpi_rank() if options.kind in NAMES else int(os.environ["RANK"])
+    rank = int(world().rank) if options.kind in NAMES else int(os.environ["RANK"])
     device = torch.device("cpu")
     if options.kind == "cuda":
         device = cuda_clock.use_device(rank)

@@ -55,7 +55,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lib import launch, machine, report, tables, turns
-from lib.allreduce_mpi import NAMES, Launcher, NoMpiError, launcher_of
+from lib.allreduce_mpi import NAMES, NoMpiError, launcher_of, world
 from lib.chart import size_text
 from lib.tables import Column, Spread, Table, Times, three_digits, time_cell
 from torch import Tensor
@@ -130,17 +130,11 @@ def parse_options() -> argparse.Namespace:
 
 def start(options: argparse.Namespace) -> launch.Ranks:
     """Starts the ranks, under the MPI's mpiexec if one takes part."""
-    arguments, launcher = [], Launcher(())
-    if options.mpi is not None:
-        launcher = launcher_of(options.mpi, "float", options.mpis)
-        arguments = ["--mpi", options.mpi]
-    return launch.Ranks(
-        Path(__file__).resolve(),
-        options.ranks,
-        arguments=arguments,
-        launcher=[*launcher.command, "-n", str(options.ranks)] if arguments else (),
-        environment=launcher.environment,
-    )
+    script = Path(__file__).resolve()
+    if options.mpi is None:
+        return launch.Ranks(script, options.ranks)
+    launcher = launcher_of(options.mpi, "float", options.mpis)
+    return launcher.start(script, options.ranks, ["--mpi", options.mpi])
 
 
 def row_of(
@@ -221,7 +215,7 @@ class Collective:
         """The call of a contender."""
         if way in OWN:
             return self.over_fastcomm()
-        return self.over_gloo() if way == "gloo" else self.over_mpi(world_of_mpi())
+        return self.over_gloo() if way == "gloo" else self.over_mpi(world())
 
     def over_fastcomm(self) -> Callable[[], object]:
         raise NotImplementedError
@@ -383,12 +377,6 @@ def in_numpy(tensor: Tensor | None) -> Any:
     return None if tensor is None else tensor.numpy()
 
 
-def world_of_mpi() -> Any:
-    from mpi4py import MPI
-
-    return MPI.COMM_WORLD
-
-
 class Methods:
     """The parent calls these methods on all ranks at once. peers: of fastcomm."""
 
@@ -446,7 +434,7 @@ def serve(mpi: str | None) -> None:
     launch.die_with_parent()
     torch.set_num_threads(1)
     world_size = int(os.environ["WORLD_SIZE"])
-    rank = int(os.environ["RANK"]) if mpi is None else int(world_of_mpi().rank)
+    rank = int(os.environ["RANK"]) if mpi is None else int(world().rank)
     meeting = f"file://{launch.scratch()}"
     dist.init_process_group("gloo", init_method=f"{meeting}/gloo", rank=rank, world_size=world_size)
     with fastcomm.init(

