@@ -485,14 +485,14 @@ class Bucket(Counter):
         """
         if not self._counts_nonfinite:
             return None
-        outside = []
-        for i, gradient in self._outside():
-            if gradient is None or gradient.is_sparse or gradient.dtype != self.views[i].dtype:
-                return None
-            outside.append((i, gradient))
+        outside = self._outside()
+        if any(self._is_misfit(i, gradient) for i, gradient in outside):
+            return None
         if self._has_streams:
             return self._count_with(outside, count)
         for i, gradient in outside:
+            if gradient is None:  # so does another rank that has zeros in its place (Sample)
+                return None
             if gradient is (self._held or {}).get(i):
                 self.views[i].data.copy_(gradient)  # .data: this counts as no write to the view
             elif not torch.equal(gradient, self.views[i]):
@@ -500,8 +500,13 @@ class Bucket(Counter):
         self._bound.count_results(True)  # in the next rounds
         return count() if self._sample.is_unchanged((self._held or {}).values()) else None
 
+    def _is_misfit(self, i: int, gradient: Tensor | None) -> bool:
+        return gradient is not None and (
+            gradient.is_sparse or gradient.dtype != self.views[i].dtype
+        )
+
     def _count_with(
-        self, outside: list[tuple[int, Tensor]], count: Callable[[], Tensor | None]
+        self, outside: list[tuple[int, Tensor | None]], count: Callable[[], Tensor | None]
     ) -> Tensor | None:
         """Counts while the flat buffer holds what lies elsewhere. What it had comes back: the user
         may have a name for it.
@@ -509,7 +514,10 @@ class Bucket(Counter):
         places = [self.views[i].data for i, _ in outside]
         before = [place.clone() for place in places]
         for place, (_, gradient) in zip(places, outside, strict=True):
-            place.copy_(gradient)
+            if gradient is None:
+                place.zero_()
+            else:
+                place.copy_(gradient)
         found = count()
         for place, values in zip(places, before, strict=True):
             place.copy_(values)

@@ -166,12 +166,21 @@ def _with_gradient(buckets: Sequence[Bucket]) -> list[Parameter]:
 
 
 def _gradients(buckets: Sequence[Bucket]) -> list[Tensor]:
-    """The gradients there are; of sparse ones their values. All ranks have them in the same layout,
-    so that they add in the same order.
+    """The gradients; of sparse ones their values. All ranks have them in the same layout, so that
+    they add in the same order: a 0 stands for one that is missing here, since another rank may have
+    zeros.
     """
     return [
-        values_of(p.grad if p.grad.is_sparse else laid_out_as(view, p.grad))
+        _zero_like(view) if p.grad is None else _values_in(view, p.grad)
         for bucket in buckets
         for p, view in zip(bucket.parameters, bucket.views, strict=True)
-        if p is not None and p.grad is not None
+        if p is not None
     ]
+
+
+def _zero_like(view: Tensor) -> Tensor:
+    return torch.zeros((), dtype=view.dtype, device=view.device)
+
+
+def _values_in(view: Tensor, gradient: Tensor) -> Tensor:
+    return values_of(gradient if gradient.is_sparse else laid_out_as(view, gradient))

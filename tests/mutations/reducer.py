@@ -574,6 +574,22 @@ MUTATIONS = (
         tests=(f"{DEFECTS}::test_a_norm_leaves_alone_what_the_user_has_taken_out",),
     ),
     Mutation(
+        name="norms: on a device what the user has dropped counts",
+        file=BUCKET,
+        within="Bucket._count_with",
+        old="place.zero_()",
+        new="pass",
+        tests=(f"{DEFECTS}::test_a_norm_leaves_alone_what_the_user_has_taken_out",),
+    ),
+    Mutation(
+        name="norms: a gradient that is missing here leaves no gap",
+        file="fastcomm/reducer/statistics.py",
+        within="_gradients",
+        old="p is not None",
+        new="p is not None and p.grad is not None",
+        tests=(f"{DEFECTS}::test_ranks_clip_alike_where_one_has_zeros_and_another_nothing",),
+    ),
+    Mutation(
         name="norms: a copy of a reduced gradient is taken for another one",
         file=BUCKET,
         within="Bucket._counted",

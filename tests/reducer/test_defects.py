@@ -245,6 +245,39 @@ def test_ranks_clip_alike_where_one_has_copied_its_gradients(comm):
         assert_same_on_all(comm, told)
 
 
+class Scales(nn.Module):
+    """Of each size one parameter; those in `unused` get no gradient."""
+
+    def __init__(self, sizes):
+        super().__init__()
+        self.all = nn.ParameterList(nn.Parameter(torch.ones(n)) for n in sizes)
+
+    def forward(self, slopes, unused=()):
+        pairs = zip(self.all, slopes, strict=True)
+        return sum((p * g).sum() for i, (p, g) in enumerate(pairs) if i not in unused)
+
+
+@on_ranks(2)
+def test_ranks_clip_alike_where_one_has_zeros_and_another_nothing(comm):
+    """Torch adds up fewer norms there, in another order."""
+    sizes = [*range(40, 62), 0]
+    model = Scales(sizes)
+    reducer = fastcomm.Reducer(comm).attach(model)
+    generator = torch.Generator().manual_seed(comm.rank)
+    for unused in [(), (3,), (3, 11), (22,), (2, 5, 7, 20, 22), ()]:
+        for is_asked_again in (False, True):
+            model.zero_grad(set_to_none=False)
+            if comm.rank:
+                for i in unused:
+                    model.all[i].grad = None
+            slopes = [torch.randn(n, generator=generator) for n in sizes]
+            model(slopes, unused).backward()
+            assert [model.all[i].grad is None for i in unused] == [comm.rank > 0] * len(unused)
+            norms = [reducer.clip_grad_norm_(0.7), reducer.grad_norm()]
+            assert norms[1].item() == pytest.approx(0.7, rel=1e-5), is_asked_again
+            assert_same_on_all(comm, [norm.tolist() for norm in norms])
+
+
 @on_ranks(2)
 def test_a_norm_leaves_alone_what_the_user_has_taken_out(comm):
     """Also where the user has put other gradients in its place, as gradient surgery does."""
@@ -258,6 +291,10 @@ def test_a_norm_leaves_alone_what_the_user_has_taken_out(comm):
         for p in model.parameters():
             p.grad = p.grad * 2 + 1
         expected = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])
+        torch.testing.assert_close(reducer.grad_norm(), expected)
+        model[0].weight.grad = None
+        left = [p.grad for p in model.parameters() if p.grad is not None]
+        expected = torch.nn.utils.get_total_norm(left)
         torch.testing.assert_close(reducer.grad_norm(), expected)
         assert all(map(torch.equal, reduced, values))
 
