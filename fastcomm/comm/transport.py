@@ -250,6 +250,13 @@ class Transport(Communicator):
         """
         del is_on
 
+    def mark(self) -> Any:
+        """Notes where the device's current stream is: two marks know the ns between them, by
+        `later.ns_since(earlier)`, once both are reached. None while a CUDA graph is captured. Only
+        where has_streams.
+        """
+        raise NotImplementedError
+
     @abc.abstractmethod
     def check_tensor(self, tensor: Tensor) -> None:
         """Raises what a collective raises by itself, before any peer is involved: ValueError or

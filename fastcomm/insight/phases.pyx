@@ -2,8 +2,12 @@
 """Phases: what the time of a reducer's steps goes into on this rank, summed up.
 
 One look at the clock and one addition where a phase ends. Unlike a Recorder it keeps no times, so
-it is always on.
+it is always on. Where a device does the work, the host's times tell little; some rounds' phases are
+then measured in the device's time.
 """
+
+import itertools
+import math
 
 from libc.stdint cimport int64_t
 
@@ -31,6 +35,8 @@ cdef class Phases:
     cdef int64_t[N_PHASES] spent
     cdef int64_t since
     cdef int phase
+    cdef object mark  # makes the next mark of the device's stream; None: nobody measures
+    cdef list marks  # one where each phase began, and that phase
     cdef readonly bint sees_forward
     cdef object __weakref__
 
@@ -44,6 +50,8 @@ cdef class Phases:
         cdef int64_t time = now()
         self.spent[self.phase] += time - self.since
         self.phase, self.since = phase, time
+        if self.mark is not None:
+            self.marks.append((self.mark(), phase))
 
     def take(self):
         """Return the ns spent in each phase, and start again from 0, with no forward seen."""
@@ -52,6 +60,30 @@ cdef class Phases:
         for i in range(N_PHASES):
             self.spent[i] = 0
         self.sees_forward = False
+        return spent
+
+    def measure(self, mark):
+        """Begins to measure the device's time as well, anew. mark: see Transport.mark; None ends
+        it.
+        """
+        self.mark, self.marks = mark, []
+        self.enter(self.phase)
+
+    @property
+    def is_measured(self):
+        return self.mark is not None
+
+    def measured(self):
+        """Return the ns that the device's stream has spent in each phase since measure(), which
+        this ends. NaN where that is unknown: a mark is not reached yet, or lies in a CUDA graph.
+        """
+        self.enter(self.phase)
+        cdef list spent = [0.0] * N_PHASES
+        for (begin, phase), (end, _) in itertools.pairwise(self.marks):
+            known = begin is not None and end is not None
+            ns = end.ns_since(begin) if known else None
+            spent[phase] += math.nan if ns is None else ns
+        self.measure(None)
         return spent
 
     def in_words(self):

@@ -2,13 +2,16 @@
 
 Every rank sums up how long its phases take. From time to time the ranks tell each other, after a
 round. A rank that is late does not wait for the reduction, and the others do: so the time that a
-rank spends on all but waiting tells the culprit from its victims, without a common clock.
+rank spends on all but waiting tells the culprit from its victims, without a common clock. Over NCCL
+it is the device that waits: there the phases of some rounds are measured on its stream.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
+import math
 import statistics
 import sys
 from collections.abc import Sequence
@@ -18,6 +21,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from fastcomm.comm.objects import on_host
 from fastcomm.comm.transport import Transport
 from fastcomm.insight.forward import watch_forward
 from fastcomm.insight.phases import (
@@ -91,13 +95,11 @@ class Stragglers:
         self._n_windows, self._warned_of = 0, None  # ranks have other numbers
 
     def begin(self, n_rounds: int) -> None:
-        """Sum up anew, when so many rounds have ended, on all ranks. Over NCCL a rank's host waits
-        for nobody, and cannot tell.
-        """
-        can_tell = self._comm.world_size > 1 and not self._comm.has_streams
-        self.due_at = n_rounds + FIRST_ROUNDS if can_tell else sys.maxsize
+        """Sum up anew, when so many rounds have ended, on all ranks."""
+        self.due_at = n_rounds + FIRST_ROUNDS if self._comm.world_size > 1 else sys.maxsize
         self._began_at = n_rounds
         self.phases.take()
+        self.phases.measure(None)
 
     def follow(self, model: object) -> None:
         """This model is hooked up."""
@@ -116,15 +118,21 @@ class Stragglers:
         self.follow(model)
 
     def tell(self, n_rounds: int) -> None:
-        """Tells the other ranks what this one's steps took. Collective."""
+        """Due: tells the other ranks what this one's steps took. Collective, where it does not
+        begin to measure the device's time first.
+        """
+        comm = self._comm
+        if comm.has_streams and not self._has_measured(n_rounds):
+            return
         n = n_rounds - self._began_at
         sees_forward = self.phases.sees_forward
-        own = torch.tensor([*(ns / n for ns in self.phases.take()), sees_forward], dtype=_DTYPE)
-        told = torch.empty(self._comm.world_size * own.numel(), dtype=_DTYPE)
-        self._comm.all_gather_single(told, own)
-        ranks = told.view(self._comm.world_size, -1).tolist()
+        spent = self._measured() if comm.has_streams else self.phases.take()
+        own = torch.tensor([*(ns / n for ns in spent), sees_forward], dtype=_DTYPE).to(comm.device)
+        told = torch.empty(comm.world_size * own.numel(), dtype=_DTYPE, device=comm.device)
+        comm.all_gather_single(told, own)
+        ranks = on_host(comm, told).view(comm.world_size, -1).tolist()
         step_s = sum(ranks[0][:-1]) / 1e9
-        wanted = int(WINDOW_S / step_s) if step_s else MOST_ROUNDS
+        wanted = int(WINDOW_S / step_s) if step_s > 0 else MOST_ROUNDS
         self._began_at = n_rounds
         self.due_at = n_rounds + min(max(wanted, LEAST_ROUNDS), MOST_ROUNDS)
         last, self.newest = (
@@ -138,6 +146,24 @@ class Stragglers:
         else:
             self._n_windows = 1
 
+    def _has_measured(self, n_rounds: int) -> bool:
+        """Whether the device's time is known of enough rounds. If not, begins with it. In a CUDA
+        graph nothing is told, as that waits for the device.
+        """
+        if self._comm.mark() is None:
+            self.due_at = n_rounds + 1
+            return False
+        if not self.phases.is_measured:
+            self.phases.take()
+            self.phases.measure(self._comm.mark)
+            self._began_at, self.due_at = n_rounds, n_rounds + FIRST_ROUNDS
+            return False
+        return True
+
+    def _measured(self) -> list[float]:
+        on_host(self._comm, torch.zeros(1, device=self._comm.device))  # all marks are reached
+        return self.phases.measured()
+
     def warn(self) -> None:
         """Logs on rank 0, once, who stays late. A handler that fails costs no step."""
         if self._n_windows >= WARNING_WINDOWS and self._warned_of != self.newest[0].rank:
@@ -148,9 +174,11 @@ class Stragglers:
 
 
 def find(ranks: Sequence[Sequence[float]], sees_forward: bool) -> list[Straggler]:
-    """ranks: by rank, the ns of a step in each phase. Those that are late, what costs most first.
-    sees_forward: all ranks have watched it.
+    """ranks: by rank, the ns of a step in each phase, NaN where it is unknown. Those that are late,
+    what costs most first. sees_forward: all ranks have watched it.
     """
+    if any(map(math.isnan, itertools.chain(*ranks))):
+        return []
     working = [sum(one) - one[WAITING] for one in ranks]
     step = statistics.median(map(sum, ranks))
     found = []

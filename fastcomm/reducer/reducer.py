@@ -578,7 +578,7 @@ class Reducer(ReducerFlags):
                 self.op,
                 self.n_rounds + 1,
                 self.steps.packed(),
-                phases=self.phases,
+                phases=None if self.comm.has_streams else self.phases,
                 extensions=self.extensions,
                 hears_votes=self._hears_votes,
                 when_over=self._close_round,
@@ -1164,12 +1164,13 @@ class Reducer(ReducerFlags):
     def stragglers(self) -> list[Straggler]:
         """The ranks that the others have waited for in the newest steps, what costs most first:
         each with the phase in which it was late, and its cost. Equal on all ranks. Empty where none
-        is late by 5% of a step, and over NCCL, where no host waits. Not collective.
+        is late by 5% of a step. Not collective.
 
         The ranks tell each other about every 2 s, after a round. From the first call on the forward
         of the model is watched, by two hooks on it, which tells it from the data; call it on every
         rank. Rank 0 warns by itself, by logging, of a rank that costs all ranks a tenth of their
-        time, three times in a row.
+        time, three times in a row. Over NCCL it is the device's time of 16 rounds, for which the
+        host waits once.
         """
         self._stragglers.watch(self.attached_model())
         return list(self._stragglers.newest)

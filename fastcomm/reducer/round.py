@@ -62,7 +62,7 @@ class Round(RoundFlags):
     op: of the communicator, or one of collective.WEIGHTED_OPS; see weigh().
     number: among the settled rounds of the reducer, counted from 1.
     step: of this rank's optimizers; see collective.steps_made.
-    phases: of the reducer, if any. A launch in the backward may wait for other ranks.
+    phases: of the reducer, where a launch in the backward may wait for other ranks.
     hears_votes: a vote to skip the round reaches this rank with the buckets.
     when_over: called with the round when it is over, and again if that was interrupted.
     last_in_words: for messages, what this rank's optimizers have stepped last.

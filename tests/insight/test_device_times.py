@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import time
+
 import torch
 
 import fastcomm
+from fastcomm.insight import stragglers
 from tests.fakes.stand_ins import failing, loaded
 from tests.transports.nccl import communicator, stand_in_values
+from tests.transports.nccl.test_launches import BEGIN_GLOBAL, END, LEGACY_STREAM
 
 
 def _reduce_with_events_held(place):
@@ -40,3 +44,90 @@ def _reduce_without_a_timeline(place):
 
 def test_nothing_is_timed_where_a_timeline_is_off():
     assert stand_in_values(1, _reduce_without_a_timeline) == [0]
+
+
+class _Steps:
+    """Of a model whose rank 1 is late each time, before its forward."""
+
+    def __init__(self, place):
+        self.rank, self.model = place.rank, torch.nn.Linear(4, 4)
+        self.reducer = fastcomm.Reducer(communicator(place)).attach(self.model)
+        self.reducer.comm.cuda.raw_stream = lambda index: LEGACY_STREAM
+
+    def make(self, n):
+        for _ in range(n):
+            time.sleep(0.005 * self.rank)
+            self.model(torch.ones(1, 4)).sum().backward()
+
+    def capture(self):
+        loaded("cuda").stand_in_capture(BEGIN_GLOBAL)
+        self.make(1)
+        assert loaded("cuda").stand_in_capture(END) == 0
+
+    def end(self):
+        loaded("cuda").stand_in_destroy_graphs()
+        self.reducer.comm.close()
+
+
+def _capture_in_rounds_that_are_measured(place):
+    steps = _Steps(place)
+    steps.make(stragglers.FIRST_ROUNDS)
+    assert steps.reducer._stragglers.phases.is_measured
+    steps.capture()
+    steps.make(stragglers.FIRST_ROUNDS - 1)
+    assert not steps.reducer._stragglers.phases.is_measured  # the ranks have told each other
+    found = steps.reducer.stragglers()
+    steps.end()
+    return found
+
+
+def test_nothing_is_said_of_rounds_of_which_one_was_captured():
+    assert stand_in_values(2, _capture_in_rounds_that_are_measured) == [[], []]
+
+
+def _measure_anew_after_a_capture(place):
+    steps = _Steps(place)
+    steps.make(stragglers.FIRST_ROUNDS)
+    steps.capture()
+    steps.reducer.forget_phases()
+    steps.make(2 * stragglers.FIRST_ROUNDS)
+    found = steps.reducer.stragglers()
+    steps.end()
+    return found
+
+
+def test_what_was_measured_before_the_ranks_begin_anew_is_forgotten():
+    for (straggler,) in stand_in_values(2, _measure_anew_after_a_capture):
+        assert (straggler.rank, straggler.phase) == (1, "data, forward and other")
+
+
+def _capture_the_round_that_is_due(place):
+    steps = _Steps(place)
+    steps.make(2 * stragglers.FIRST_ROUNDS - 1)
+    steps.capture()
+    before = steps.reducer.stragglers(), steps.reducer._stragglers.phases.is_measured
+    steps.make(1)
+    after = steps.reducer._stragglers.phases.is_measured
+    steps.end()
+    return before, after
+
+
+def test_ranks_tell_each_other_after_a_capture_not_in_it():
+    assert stand_in_values(2, _capture_the_round_that_is_due) == 2 * [(([], True), False)]
+
+
+def _measure_with_events_held(place):
+    steps = _Steps(place)
+    steps.make(2 * stragglers.FIRST_ROUNDS - 1)
+    phases = steps.reducer._stragglers.phases
+    loaded("cuda").stand_in_hold_events(1)
+    phases.enter(stragglers.OPTIMIZER)
+    spent = phases.measured()
+    loaded("cuda").stand_in_hold_events(0)
+    steps.end()
+    return spent
+
+
+def test_a_mark_that_is_not_reached_yet_makes_no_time():
+    for spent in stand_in_values(2, _measure_with_events_held):
+        assert any(ns != ns for ns in spent), spent  # NaN

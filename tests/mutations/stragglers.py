@@ -8,6 +8,7 @@ STRAGGLERS = "fastcomm/insight/stragglers.py"
 REDUCER = "fastcomm/reducer/reducer.py"
 TEST = "tests/insight/test_stragglers.py::test_"
 NAMED = f"{TEST}a_rank_that_sleeps_is_named_with_the_phase"
+DEVICE_TIMES = "tests/insight/test_device_times.py::test_"
 JOINED = f"{TEST}ranks_tell_each_other_again_after_a_join"
 COPY = f"{TEST}what_watches_a_forward_goes_with_no_copy_of_the_model"
 
@@ -107,5 +108,37 @@ MUTATIONS = (
         old="self._stragglers.follow(source)",
         new="pass",
         tests=(COPY,),
+    ),
+    Mutation(
+        name="stragglers: on a device a captured step counts",
+        file="fastcomm/insight/phases.pyx",
+        within="Phases.measured",
+        old="math.nan if ns is None else ns",
+        new="ns or 0",
+        tests=(f"{DEVICE_TIMES}nothing_is_said_of_rounds_of_which_one_was_captured",),
+    ),
+    Mutation(
+        name="stragglers: ranks tell each other in a capture",
+        file=STRAGGLERS,
+        within="Stragglers._has_measured",
+        old="self._comm.mark() is None",
+        new="False",
+        tests=(f"{DEVICE_TIMES}ranks_tell_each_other_after_a_capture_not_in_it",),
+    ),
+    Mutation(
+        name="stragglers: over NCCL the host's phases are told",
+        file=STRAGGLERS,
+        within="Stragglers.tell",
+        old="self._measured() if comm.has_streams else self.phases.take()",
+        new="self.phases.take()",
+        tests=(NAMED, f"{DEVICE_TIMES}nothing_is_said_of_rounds_of_which_one_was_captured"),
+    ),
+    Mutation(
+        name="stragglers: what was measured before the ranks begin anew counts",
+        file=STRAGGLERS,
+        within="Stragglers.begin",
+        old="self.phases.measure(None)",
+        new="pass",
+        tests=(f"{DEVICE_TIMES}what_was_measured_before_the_ranks_begin_anew_is_forgotten",),
     ),
 )

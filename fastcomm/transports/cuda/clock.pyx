@@ -1,7 +1,7 @@
 # cython: language_level=3
-"""DeviceClock: when events on a device were reached, on the host's clock. For timelines.
-
-Owns the event that both clocks are compared by. Waits for the device when it is made.
+"""Times of a device. DeviceClock: when events were reached, on the host's clock, for timelines. It
+owns the event that both clocks are compared by, and waits for the device when it is made. Mark:
+where the current stream is, on the device's clock alone.
 """
 
 import operator
@@ -38,6 +38,19 @@ cdef int _wait_for(Device device, CUstream stream) except -1 nogil:
     return check(code, b"cuStreamSynchronize")
 
 
+cdef int _elapsed(
+    Device device, Event begin, Event end, float *elapsed_ms
+) except -1 nogil:
+    """The driver's result. A capture on this thread does not mind the question."""
+    cdef int mode = CU_STREAM_CAPTURE_MODE_RELAXED
+    cdef CUcontext before = device.enter()
+    driver.exchange_capture_mode(&mode)
+    cdef int code = driver.elapsed_time(elapsed_ms, begin.handle, end.handle)
+    driver.exchange_capture_mode(&mode)
+    device.leave(before)
+    return code
+
+
 cdef class DeviceClock:
     """Times of a device in ns of time.monotonic_ns(), to some 20 µs."""
 
@@ -59,19 +72,11 @@ cdef class DeviceClock:
         return span
 
     cdef int64_t time_of(self, Event event) except -1:
-        """When the event was reached; 0 if it was not yet. A capture on this thread does not mind
-        the question.
-        """
-        cdef int mode = CU_STREAM_CAPTURE_MODE_RELAXED
+        """When the event was reached; 0 if it was not yet."""
         cdef float elapsed_ms = 0
         cdef int code
-        cdef CUcontext before
         with nogil:
-            before = self.device.enter()
-            driver.exchange_capture_mode(&mode)
-            code = driver.elapsed_time(&elapsed_ms, self.base.handle, event.handle)
-            driver.exchange_capture_mode(&mode)
-            self.device.leave(before)
+            code = _elapsed(self.device, self.base, event, &elapsed_ms)
         if code == CUDA_ERROR_NOT_READY:
             return 0
         check(code, b"cuEventElapsedTime")
@@ -92,3 +97,26 @@ cdef class Span:
             )
             self.gathered = self.began = self.ended = None
         return self.known
+
+
+cdef class Mark:
+    """Where the device's current stream is when this is made."""
+
+    cdef Device device
+    cdef Event event
+
+    def __cinit__(self, Device device not None):
+        self.device, self.event = device, Event(device, 0)
+        cdef CUstream current = device.current_stream()
+        with nogil:
+            device.record(self.event, current)
+
+    def ns_since(self, Mark earlier not None):
+        """How long the device took from that mark to this one, in ns; None if that is not known:
+        they are not reached, or lie in a CUDA graph.
+        """
+        cdef float elapsed_ms = 0
+        cdef int code
+        with nogil:
+            code = _elapsed(self.device, earlier.event, self.event, &elapsed_ms)
+        return None if code else int(elapsed_ms * 1e6)

@@ -20,6 +20,7 @@ from fastcomm.comm.abandonment import is_abandoned_already, leave_backward
 from fastcomm.comm.parts import exchanged, rooted
 from fastcomm.comm.transport import Transport
 from fastcomm.errors import FastcommError
+from fastcomm.transports.cuda.clock import Mark
 from fastcomm.transports.nccl import rounds
 from fastcomm.transports.nccl.bucket import NcclBucket
 
@@ -203,6 +204,9 @@ cdef class NcclCommunicator:
             self.link.clock = None
         elif self.link.clock is None:
             self.link.clock = DeviceClock(self.link.cuda)
+
+    def mark(self):
+        return None if self.is_captured() else Mark(self.cuda)
 
     def note_settled(self):
         """What was launched so far is not abandoned with what comes."""
