@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import fastcomm
+from fastcomm.insight.stragglers import FIRST_ROUNDS
 from tests.gpu import (
     STEPS,
     ids,
@@ -108,3 +110,18 @@ def test_synchronised_batch_norm_over_the_backend_sees_the_whole_batch(comm):
     mine = slice(8 * comm.rank, 8 * comm.rank + 8)
     torch.testing.assert_close(shared(whole[mine]), alone(whole)[mine])
     torch.testing.assert_close(shared.running_var, alone.running_var)
+
+
+@pytest.mark.usefixtures("transport")
+@pytest.mark.transports("nccl")
+@on_ranks(2)
+def test_who_is_late_is_told_by_the_devices_time(comm):
+    model = nn.Linear(64, 64).to(comm.device)
+    reducer = fastcomm.Reducer(comm).attach(model)
+    reducer.stragglers()
+    for _ in range(2 * FIRST_ROUNDS):
+        time.sleep(0.02 * comm.rank)
+        model(torch.ones(4, 64, device=comm.device)).sum().backward()
+    (straggler,) = reducer.stragglers()
+    assert (straggler.rank, straggler.phase) == (1, "data and other")
+    assert straggler.late_ms > 10
