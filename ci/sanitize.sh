@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 #
 #     ci/sanitize.sh core                 about a minute on two cores
-#     ci/sanitize.sh extensions [quick]   some eight minutes; quick: three
+#     ci/sanitize.sh extensions [quick]   some eight minutes; quick: two
 #     ci/sanitize.sh                      both
 #
 # core: the C core under the sanitizers: ASan and UBSan with ranks as processes and as threads, TSan
@@ -74,7 +74,7 @@ sanitize_extensions() { # [quick]
     sed 's/"-O3"/"-O1"/' setup.py >setup_sanitized.py
     CFLAGS="-fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer -g1 \
         -DFASTCOMM_NO_CLONES" LDFLAGS="-fsanitize=address,undefined" \
-        "$python" setup_sanitized.py --quiet build_ext --inplace
+        "$python" setup_sanitized.py --quiet build_ext --inplace --parallel 2
 
     local tests=(
         tests/comm/test_messages.py tests/comm/test_objects.py tests/comm/test_watchdog.py
@@ -98,7 +98,7 @@ sanitize_extensions() { # [quick]
     PYTHONPATH=$PWD LD_PRELOAD=$runtime \
         ASAN_OPTIONS="$options:log_path=$report" \
         UBSAN_OPTIONS="print_stacktrace=1:log_path=$report" \
-        "$python" -m pytest --quiet -p no:cacheprovider --timeout 300 \
+        "$python" -m pytest --quiet --numprocesses 2 -p no:cacheprovider --timeout 300 \
         -k "not nccl and not hierarchical and not test_driver" "${tests[@]}" || status=$?
     if grep --quiet --no-messages 'ERROR: \|runtime error: ' "$report"*; then
         cat "$report"*
