@@ -970,7 +970,8 @@ class Reducer(ReducerFlags):
     @property
     def skipped(self) -> bool:
         """Whether all ranks drop the last step: see skip_step() and skip_nonfinite. For schedulers.
-        True from the verdict, or from this rank's vote, until the next reduction begins.
+        True from the verdict, or from this rank's vote, until the next reduction begins, detach()
+        or refresh().
         """
         elastic, skipping = self.find(Elastic), self.find(Skipping)
         if elastic is not None and elastic.outlived is not None:

@@ -50,7 +50,8 @@ class Model(_Compact):
 @dataclass(frozen=True, repr=False)
 class Options(_Compact):
     """Of a Reducer. caps: bucket_cap_mb and first_bucket_cap_mb. is_named: attach() gets named
-    parameters. is_hooked: a communication hook reduces."""
+    parameters. is_hooked: a communication hook reduces. skips_nonfinite: it looks for infinities
+    and NaNs, of which there are none."""
 
     caps: tuple[float, float] = (25, 1)
     overlap: bool = True
@@ -59,6 +60,7 @@ class Options(_Compact):
     streams: int = 1
     is_hooked: bool = False
     is_named: bool = False
+    skips_nonfinite: bool = False
 
 
 # ---- operations of a reducer program -------------------------------------------------------------
@@ -130,6 +132,18 @@ class Weigh(_Compact):
 
     routes: tuple[Route, ...]
     weights: tuple[float, ...]
+
+
+@dataclass(frozen=True, repr=False)
+class Vote(_Compact):
+    """A step that the ranks of `voters`, a bit each, vote to drop, and which all drop. how: they
+    do "before" the backward, "inside" it, at layer `at`, or "instead" of it; or it "raises" there,
+    in a block of skip_step_on()."""
+
+    routes: tuple[Route, ...]
+    voters: int
+    how: str = "before"
+    at: int = 0
 
 
 @dataclass(frozen=True, repr=False)

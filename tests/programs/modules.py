@@ -13,9 +13,19 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.programs.data import Backward, Layer, Model, Route, Touch
-from tests.support.models import Fail as RaiseInBackward
 
 BATCH = 3
+
+
+class OutOfLuck(Exception):
+    """What a backward raises that is to fail."""
+
+
+def fail(gradient: Tensor) -> None:
+    raise OutOfLuck
+
+
+Act = Callable[[Tensor], None]
 
 
 class Heads(nn.Module):
@@ -126,12 +136,12 @@ class ProgramModel(nn.Module):
                 return True
         return False
 
-    def forward(self, x: Tensor, route: Route, fail_at: int | None = None) -> Tensor:
+    def forward(self, x: Tensor, route: Route, at: int | None = None, act: Act = fail) -> Tensor:
         depth = self._depth(route)
-        fail_at = None if fail_at is None else min(fail_at, depth)
+        at = None if at is None else min(at, depth)
         for i, (module, dtype) in enumerate(zip(self.layers, self.dtypes, strict=True)):
-            if i == fail_at:
-                x = RaiseInBackward.apply(x, True)
+            if i == at:
+                x.register_hook(act)
             if i >= depth:
                 break
             arguments = (x.to(dtype), route.heads) if isinstance(module, Heads) else (x.to(dtype),)
@@ -140,16 +150,20 @@ class ProgramModel(nn.Module):
             else:
                 hidden = module(*arguments)
             x = torch.tanh(hidden)
-        return RaiseInBackward.apply(x, True) if fail_at == len(self.layers) else x
+        if at == len(self.layers):
+            x.register_hook(act)
+        return x
 
-    def loss(self, rank: int, number: int, route: Route, fail_at: int | None = None) -> Tensor:
+    def loss(
+        self, rank: int, number: int, route: Route, at: int | None = None, act: Act = fail
+    ) -> Tensor:
         """Of a batch that is this rank's and this number's. Where `gain` is used, its gradient
-        comes first."""
+        comes first. act: called when the backward comes to layer `at`."""
         generator = torch.Generator("cpu").manual_seed(1000 * number + rank)
         x, y = torch.randn(
             2, BATCH, self.width, generator=generator, dtype=torch.float64, device="cpu"
         ).to(self.gain.device)
-        hidden = self(x.requires_grad_(), route, fail_at)
+        hidden = self(x.requires_grad_(), route, at, act)
         error = (hidden.double() - y).square().mean()
         return self.gain * error if route.gain or not self.trains(route) else error
 

@@ -48,6 +48,8 @@ class Oracle:
         for rank in range(len(self.replicas)):
             self._watch(rank, self.replicas[rank].named_parameters())
         self.attached: set[str] = set()
+        # The ranks have dropped the last reduction: until the next one, optimizers step nothing.
+        self.skipped = False
 
     def _watch(self, rank: int, named: Iterable[tuple[str, Tensor]]) -> None:
         for name, parameter in named:
@@ -68,6 +70,8 @@ class Oracle:
             self.fresh[rank].add(name)
 
     def step(self) -> None:
+        if self.skipped:
+            return
         for optimizer, reduced in zip(self.optimizers, self.reduced, strict=True):
             optimizer.step()
             reduced -= self.attached
@@ -105,6 +109,7 @@ class Oracle:
             _copy_all(replica.parameters(), self.replicas[0].parameters())
         if self.copies_buffers:
             self.sync_buffers(0)
+        self.skipped = False
 
     def sync_buffers(self, src: int) -> None:
         for replica in self.replicas:
@@ -160,6 +165,7 @@ class Oracle:
             numbers = torch.stack([*values, result]).detach()
             scales[name] = numbers.abs().max().item() if numbers.numel() else 0.0
         self._forget()
+        self.skipped = False
         return scales
 
     def _leave_out(self, ranks: set[int]) -> None:
@@ -169,7 +175,16 @@ class Oracle:
                     parameter.grad = None
             self.fresh[rank] -= self.attached
 
-    def drop_gradients(self) -> None:
+    def has_unstepped(self) -> bool:
+        """Whether a rank has a gradient that was reduced, and that nobody has stepped."""
+        return any(
+            replica.get_parameter(name).grad is not None
+            for replica, reduced in zip(self.replicas, self.reduced, strict=True)
+            for name in reduced & self.attached
+        )
+
+    def drop_gradients(self, *, by_vote: bool) -> None:
+        self.skipped = by_vote
         for replica in self.replicas:
             for name, parameter in replica.named_parameters():
                 if name in self.attached:

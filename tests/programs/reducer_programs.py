@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import re
 import time
 import warnings
 import zlib
@@ -36,13 +37,15 @@ from tests.programs.data import (
     Step,
     SyncBuffers,
     Touch,
+    Vote,
     Weigh,
     ZeroGrad,
 )
 from tests.programs.interrupts import Interrupted, interrupting, new_gate
-from tests.programs.modules import ProgramModel, stages, touch_gradient
+from tests.programs.modules import Act, OutOfLuck, ProgramModel, fail, stages, touch_gradient
 from tests.programs.oracle import LEARNING_RATE, Oracle
 from tests.support.bodies import finish_together
+from tests.support.skips import logged
 
 # A few roundings of each, relative to the largest number that goes into a sum.
 _EPSILON = {"float64": 1e-12, "float32": 1e-5, "float16": 2**-10, "bfloat16": 2**-7}
@@ -100,12 +103,13 @@ class _Run:
         self.epsilon = _EPSILON["float64" if is_exact else "float32"]
         wire = program.options.wire
         self.wire_epsilon = (comm.world_size + 2) * _EPSILON[wire] if wire else self.epsilon
-        self.reducer = self._new_reducer()
+        self._make_reducer()
         self._attach()
 
-    def _new_reducer(self) -> fastcomm.Reducer:
+    def _make_reducer(self) -> None:
         options = self.program.options
-        return fastcomm.Reducer(
+        self.n_skipped = 0
+        self.reducer = fastcomm.Reducer(
             self.comm,
             bucket_cap_mb=options.caps[0],
             first_bucket_cap_mb=options.caps[1],
@@ -114,6 +118,7 @@ class _Run:
             streams=options.streams,
             hook=(self.comm, _average) if options.is_hooked else None,
             overlap=options.overlap,
+            skip_nonfinite=options.skips_nonfinite,
         )
 
     def _attach(self) -> None:
@@ -179,10 +184,13 @@ class _Run:
 
     def drop_abandoned(self) -> None:
         """All reducers of the communicator have dropped the step."""
+        self._drop_step(by_vote=False)
+
+    def _drop_step(self, *, by_vote: bool) -> None:
         named = self.model.named_parameters()
         left = [n for n, p in named if n in self.oracle.attached and p.grad is not None]
         assert not left, f"gradients of a step that all skip: {left}"
-        self.oracle.drop_gradients()
+        self.oracle.drop_gradients(by_vote=by_vote)
 
     def _fail_alone(self, operation: Fail, number: int) -> None:
         with self.reducer.no_sync():
@@ -196,8 +204,8 @@ class _Run:
         loss = model.loss(rank, 10 * number, operation.routes[rank], fail_at)
         try:
             loss.backward()
-        except RuntimeError as error:
-            if not is_failing or "out of luck" not in str(error):
+        except OutOfLuck:
+            if not is_failing:
                 raise
         else:
             assert not is_failing, "backward swallowed an exception"
@@ -214,8 +222,8 @@ class _Run:
         except FastcommError as error:  # also where ranks fail at the same time
             if "abandoned" not in str(error):
                 raise
-        except RuntimeError as error:
-            if not is_failing or "out of luck" not in str(error):
+        except OutOfLuck:
+            if not is_failing:
                 raise
         else:
             raise AssertionError("this rank has not heard that the step failed on another one")
@@ -246,6 +254,44 @@ class _Run:
         for _ in stages(self.model, step, self.comm.rank, number):
             pass
         self._reduce_oracle(operation.weights)
+
+    def vote(self, operation: Vote, number: int) -> None:
+        if self.oracle.has_unstepped():  # then it comes too late
+            self.zero_grad(ZeroGrad(), number)
+        for rank, replica in enumerate(self.oracle.replicas):
+            with contextlib.suppress(OutOfLuck):
+                self._vote_in(replica, rank, operation, number, lambda: None)
+        rank = self.comm.rank
+        with logged() as lines:
+            with self.reducer.skip_step_on(OutOfLuck):
+                self._vote_in(self.model, rank, operation, number, self.reducer.skip_step)
+            if operation.how == "instead":
+                self.reducer.synchronize()
+            else:
+                self._drop_gradients_of_strangers()
+                self.optimizer.step()
+        voters = re.findall(r"rank (\d) (?:called|met)", " ".join(lines))
+        expected = [str(r) for r in range(self.comm.world_size) if operation.voters >> r & 1]
+        assert (len(lines), voters) == ((1, expected) if rank == 0 else (0, [])), lines
+        self._drop_step(by_vote=True)
+        self.n_skipped += 1
+
+    def _vote_in(
+        self,
+        model: ProgramModel,
+        rank: int,
+        operation: Vote,
+        number: int,
+        vote: Callable[[], None],
+    ) -> None:
+        how = operation.how if operation.voters >> rank & 1 else ""
+        if how in ("before", "instead"):
+            vote()
+        if how == "instead":
+            return
+        at = operation.at if how in ("inside", "raises") else None
+        act: Act = fail if how == "raises" else lambda _: vote()
+        model.loss(rank, 10 * number, operation.routes[rank], at, act).backward()
 
     def reduce(self, operation: Reduce, number: int) -> None:
         for rank, touches in enumerate(operation.touches):
@@ -341,6 +387,7 @@ class _Run:
 
     def reattach(self, operation: Reattach, number: int) -> None:
         self.reducer.detach()
+        self.oracle.skipped = False
         if operation.alone:
             alone = Backward((Route(),) * self.comm.world_size)
             for _ in self.oracle.backwards(alone, number):
@@ -350,7 +397,7 @@ class _Run:
             self._step()
             self.zero_grad(ZeroGrad(), number)
         if operation.renew:
-            self.reducer = self._new_reducer()
+            self._make_reducer()
         self._attach()
 
     def sync_buffers(self, operation: SyncBuffers, number: int) -> None:
@@ -361,6 +408,9 @@ class _Run:
     # -- comparing ---------------------------------------------------------------------------------
 
     def compare(self) -> None:
+        said = self.reducer.skipped, self.reducer.n_skipped
+        expected = self.oracle.skipped, self.n_skipped
+        assert said == expected, f"skipped and n_skipped are {said}, expected {expected}"
         self._compare_gradients({})
         for kind in ("parameters", "buffers"):
             ours, theirs = (getattr(m, f"named_{kind}")() for m in (self.model, self.replica))
@@ -396,6 +446,7 @@ _PERFORM: dict[type, Callable[[_Run, Any, int], None]] = {
     Fail: _Run.fail,
     Interrupt: _Run.interrupt,
     Weigh: _Run.weigh,
+    Vote: _Run.vote,
     Reduce: _Run.reduce,
     ZeroGrad: _Run.zero_grad,
     Step: _Run.step,

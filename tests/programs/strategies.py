@@ -36,6 +36,7 @@ from tests.programs.data import (
     Step,
     SyncBuffers,
     Touch,
+    Vote,
     Weigh,
     ZeroGrad,
 )
@@ -99,6 +100,7 @@ def options(transport: str) -> st.SearchStrategy[Options]:
         {"wire": wire},
         {"op": op},
         {"op": op},
+        {"skips_nonfinite": st.just(True)},
         {"is_hooked": st.just(True)},
         {"is_named": st.just(True)},
     ]
@@ -186,6 +188,11 @@ def weighings(n: int) -> st.SearchStrategy[Weigh]:
     return st.builds(Weigh, routes(n), st.tuples(*[weight] * n))
 
 
+def votes(n: int) -> st.SearchStrategy[Vote]:
+    hows = st.sampled_from(["before", "instead", "inside", "raises"])
+    return st.builds(Vote, routes(n), st.integers(1, 2**n - 1), hows, st.integers(0, 4))
+
+
 @functools.cache
 def sequences(n: int, transport: str, has_buffers: bool) -> st.SearchStrategy[list[Any]]:
     """Operations, most of them one by one."""
@@ -202,6 +209,7 @@ def sequences(n: int, transport: str, has_buffers: bool) -> st.SearchStrategy[li
         (2 if has_buffers else 0, st.builds(SyncBuffers, st.integers(0, n - 1))),
         (1 if transport == "nccl" else 3, failures(n)),
         (2, weighings(n)),
+        (2, votes(n)),
     ]
     touches = st.lists(_touch, max_size=4).map(tuple)
     by_weight.append((3, st.builds(Reduce, st.tuples(*[touches] * n))))
@@ -257,6 +265,8 @@ class _Fitting:
             return []  # inside a hook it ends the round, on every rank
         if isinstance(operation, Weigh) and (self.options.is_hooked or self.options.op != "mean"):
             return []
+        if isinstance(operation, Vote) and self.transport == "nccl":
+            return [operation] if self.options.skips_nonfinite else []  # else nobody hears of it
         if isinstance(operation, Backward) and operation.how == "sum" and self.options.overlap:
             # Then parameters under a reentrant checkpoint get two gradients, too late to be added.
             plain = (replace(route, wrap="") for route in operation.routes)
