@@ -53,6 +53,12 @@ _MANY_NBYTES = 1_400_000
 _bits = st.integers(0, 7)
 
 
+def _one_of(*by_weight: tuple[int, st.SearchStrategy[Any]]) -> st.SearchStrategy[Any]:
+    """One of them, each so often: made anew, as st.one_of() takes the same one only once."""
+    anew = [one.map(lambda drawn: drawn) for weight, one in by_weight for _ in range(weight)]
+    return st.one_of(anew)
+
+
 # ---- models and reducers -------------------------------------------------------------------------
 
 
@@ -71,12 +77,8 @@ def _layers(*dtypes: str) -> st.SearchStrategy[tuple[Layer, ...]]:
 
 _models = st.builds(
     Model,
-    layers=st.one_of(
-        _layers("float64"),
-        _layers("float64"),
-        _layers("float64"),
-        _layers("float64", "float32"),
-        _layers("float32"),
+    layers=_one_of(
+        (3, _layers("float64")), (1, _layers("float64", "float32")), (1, _layers("float32"))
     ),
     width=st.sampled_from([3, 8, 46, 65]),
     gain_is_last=st.booleans(),
@@ -215,11 +217,11 @@ def sequences(n: int, transport: str, has_buffers: bool) -> st.SearchStrategy[li
     by_weight.append((3, st.builds(Reduce, st.tuples(*[touches] * n))))
     if transport != "nccl":  # over NCCL the host does not wait
         by_weight.append((1, interrupts(n)))
-    singles = [single.map(lambda one: [one]) for weight, single in by_weight for _ in range(weight)]
+    singles = [(weight, single.map(lambda one: [one])) for weight, single in by_weight]
     unsynced, synced = st.builds(Backward, routes(n), is_synced=st.just(False)), backwards(n)
     accumulation = st.tuples(unsynced, synced).map(list)
     step = st.tuples(st.builds(ZeroGrad, st.booleans()), backwards(n), st.just(Step())).map(list)
-    return st.one_of([*singles, *[accumulation] * 4, *[step] * 6])
+    return _one_of(*singles, (4, accumulation), (6, step))
 
 
 @functools.cache
@@ -329,9 +331,9 @@ def _lists_of_calls(n: int, transport: str) -> st.SearchStrategy[list[Call]]:
 
 @functools.cache
 def _leaves(n: int, transport: str) -> st.SearchStrategy[tuple[int, ...]]:
-    stays, share = st.just((-1,) * n), 5 if transport == "nccl" else 1
+    share = 5 if transport == "nccl" else 1
     one = st.sampled_from([-1, 0, 1, 2, 3, 5, 8, MAX_CALLS])
-    return st.one_of([*[stays] * share, st.tuples(*[one] * n)])
+    return _one_of((share, st.just((-1,) * n)), (1, st.tuples(*[one] * n)))
 
 
 @st.composite
