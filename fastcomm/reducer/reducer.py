@@ -405,11 +405,12 @@ class Reducer(ReducerFlags):
         copies rank 0's values. An optimizer that holds parameters others have replaced cannot step
         any more: make it anew.
 
-        After comm.rebuild() the reducer goes on with the remaining ranks: it copies the values of
-        one that has made most steps. New processes call attach() instead. If ranks have made
-        different numbers of steps, no optimizer steps before catch_up(). Raises ValueError for a
-        reducer with a hook, a ShardedOptimizer, LocalSGD or DiLoCo, and inside join(); on every
-        rank FastcommError where the ranks that had made most steps were lost meanwhile.
+        After comm.rebuild() the reducer goes on with the remaining ranks: it drops gradients, and
+        copies the values of one that has made most steps. New processes call attach() instead. If
+        ranks have made different numbers of steps, no optimizer steps before catch_up(). Raises
+        ValueError for a reducer with a hook, a ShardedOptimizer, LocalSGD or DiLoCo, and inside
+        join(); on every rank FastcommError where the ranks that had made most steps were lost
+        meanwhile.
 
         Raises as attach(); then every backward raises FastcommError, until refresh() was called
         again. Raises FastcommError inside a backward.

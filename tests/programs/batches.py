@@ -32,9 +32,10 @@ SHRINKING_S = 90.0
 
 
 class Program(Protocol):
-    """Plain data. run() gives, by operation, what must be equal on all ranks."""
+    """Plain data. run() gives, by operation, what must be equal on all ranks; None once this rank
+    has left."""
 
-    def run(self, comm: Any) -> list[dict[str, Any]]: ...
+    def run(self, comm: Any) -> list[dict[str, Any] | None]: ...
 
 
 class Failed(AssertionError):
@@ -182,7 +183,8 @@ def _failure_of(
         finally:
             ranks.transport = before
     for i, by_rank in enumerate(zip(*results, strict=True)):
-        for operation, facts in enumerate(zip(*by_rank, strict=True)):
+        for operation, column in enumerate(zip(*by_rank, strict=True)):
+            facts = [one for one in column if one is not None]
             differing = sorted({key for one in facts for key in one if one != facts[0]})
             for what in differing:
                 values = [one.get(what) for one in facts]

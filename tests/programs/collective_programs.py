@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from fastcomm import FastcommError, MismatchError
-from tests.programs.data import Call, CollectiveProgram, Round
+from tests.programs.data import Call, CollectiveProgram, Leave, Rebuild, Round
+from tests.programs.members import Members, members_of
 from tests.support.bodies import finish_together
 from tests.support.reference import HALVES, reduced
 
@@ -37,14 +38,27 @@ _OTHER_DTYPE = {
 }
 
 
-def run_collective_program(comm: Any, program: CollectiveProgram) -> list[dict[str, int]]:
-    """Returns, by round, check sums of what must be equal on all ranks."""
-    sums = []
+def run_collective_program(comm: Any, program: CollectiveProgram) -> list[dict[str, int] | None]:
+    """Returns, by round, check sums of what must be equal on all ranks; None once this rank has
+    left."""
+    with members_of(comm, program.rounds) as members:
+        return _run_rounds(members, program)
+
+
+def _run_rounds(members: Members, program: CollectiveProgram) -> list[dict[str, int] | None]:
+    sums: list[dict[str, int] | None] = []
     for number, one in enumerate(program.rounds):
+        if one == Leave(members.comm.rank):
+            return sums + [None] * (len(program.rounds) + 1 - len(sums))
         try:
-            sums.append(_Round(comm, one, number).run())
+            if isinstance(one, Rebuild):
+                members.rebuild()
+            elif isinstance(one, Leave):
+                members.rebuild_without_one(members.comm.barrier)
+            sums.append(_Round(members.comm, one, number).run() if isinstance(one, Round) else {})
         except Exception as error:
             raise AssertionError(f"round {number}: {error}") from error
+    comm = members.comm
     # Every rank hears of every event, at its next collective at the latest.
     tensor = torch.full((5,), float(comm.rank), dtype=torch.float64)
     comm.all_reduce(tensor)

@@ -2,7 +2,8 @@
 
 A ReducerProgram trains a model under a Reducer; a CollectiveProgram calls collectives. How they
 run is the business of reducer_programs.py and collective_programs.py, how they are drawn that of
-strategies.py. A tuple over ranks has one entry for each rank of the program's world.
+strategies.py. A tuple over ranks has one entry for each rank there is; world_size is how many there
+are at first.
 """
 
 from __future__ import annotations
@@ -209,6 +210,19 @@ class SyncBuffers(_Compact):
 
 
 @dataclass(frozen=True, repr=False)
+class Rebuild(_Compact):
+    """All ranks meet anew. Gradients are dropped."""
+
+
+@dataclass(frozen=True, repr=False)
+class Leave(_Compact):
+    """A rank leaves the program, and the others meet anew: what follows is for so many. They hear
+    of it in a step, which is dropped."""
+
+    rank: int
+
+
+@dataclass(frozen=True, repr=False)
 class Other(_Compact):
     """An operation on the program's second model."""
 
@@ -226,7 +240,7 @@ class ReducerProgram(_Compact):
     momentum: float = 0.0
     second: Model | None = None
 
-    def run(self, comm: Any) -> list[dict[str, Any]]:
+    def run(self, comm: Any) -> list[dict[str, Any] | None]:
         from tests.programs.reducer_programs import run_reducer_program
 
         return run_reducer_program(comm, self)
@@ -277,10 +291,12 @@ class Round(_Compact):
 
 @dataclass(frozen=True, repr=False)
 class CollectiveProgram(_Compact):
-    world_size: int
-    rounds: tuple[Round, ...]
+    """rounds: among them a Rebuild, or a Leave."""
 
-    def run(self, comm: Any) -> list[dict[str, Any]]:
+    world_size: int
+    rounds: tuple[object, ...]
+
+    def run(self, comm: Any) -> list[dict[str, Any] | None]:
         from tests.programs.collective_programs import run_collective_program
 
         return run_collective_program(comm, self)

@@ -4,7 +4,6 @@ which another rank is held back until then."""
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import signal
 import time
@@ -21,17 +20,15 @@ from tests.support.bodies import meeting_place
 TICK_S = 0.002
 # A rank whose stack has not moved for so long, at two signals, waits.
 STILL_S = 0.02
-_numbers = itertools.count()
 
 
 class Interrupted(Exception):
     """What the signal handler raises."""
 
 
-def new_gate() -> Path:
-    """A pipe with the same name on all ranks, if all call this equally often: who opens it for
-    reading waits for the one who opens it for writing."""
-    gate = meeting_place() / f"gate-{next(_numbers)}"
+def gate_of_ranks() -> Path:
+    """A pipe: who opens it for reading waits for the one who opens it for writing."""
+    gate = meeting_place() / "gate"
     with contextlib.suppress(FileExistsError):
         os.mkfifo(gate)
     return gate

@@ -53,7 +53,7 @@ class Oracle:
 
     def _watch(self, rank: int, named: Iterable[tuple[str, Tensor]]) -> None:
         for name, parameter in named:
-            note = functools.partial(self._note, rank, name)
+            note = functools.partial(self._note, self.fresh[rank], name)
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(note)
             else:  # torch refuses hooks on what needs no gradient now
@@ -61,8 +61,12 @@ class Oracle:
                 parameter.register_post_accumulate_grad_hook(note)
                 parameter.requires_grad = False
 
-    def _note(self, rank: int, name: str, parameter: Tensor) -> None:
-        self.fresh[rank].add(name)
+    def _note(self, fresh: set[str], name: str, parameter: Tensor) -> None:
+        fresh.add(name)
+
+    def lose(self, rank: int) -> None:
+        for by_rank in (self.replicas, self.optimizers, self.fresh, self.reduced):
+            del by_rank[rank]
 
     def note_write(self, rank: int, name: str, is_new: bool) -> None:
         """The user has written to a gradient, or has put another tensor in its place."""

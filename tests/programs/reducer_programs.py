@@ -27,10 +27,12 @@ from tests.programs.data import (
     Grow,
     Interrupt,
     Layer,
+    Leave,
     Look,
     Model,
     Other,
     Reattach,
+    Rebuild,
     Reduce,
     ReducerProgram,
     Route,
@@ -41,7 +43,8 @@ from tests.programs.data import (
     Weigh,
     ZeroGrad,
 )
-from tests.programs.interrupts import Interrupted, interrupting, new_gate
+from tests.programs.interrupts import Interrupted, gate_of_ranks, interrupting
+from tests.programs.members import Members, members_of
 from tests.programs.modules import Act, OutOfLuck, ProgramModel, fail, stages, touch_gradient
 from tests.programs.oracle import LEARNING_RATE, Oracle
 from tests.support.bodies import finish_together
@@ -56,18 +59,30 @@ _LOST_IN_SQUARES = torch.finfo(torch.float32).tiny ** 0.5  # of each element, as
 HEARD_WITHIN_S = 20.0
 
 
-def run_reducer_program(comm: Any, program: ReducerProgram) -> list[dict[str, int]]:
-    """Returns, by operation, check sums of what must be equal on all ranks."""
+def run_reducer_program(comm: Any, program: ReducerProgram) -> list[dict[str, int] | None]:
+    """Returns, by operation, check sums of what must be equal on all ranks; None once this rank has
+    left."""
+    with members_of(comm, program.operations) as members:
+        return _perform_all(members, program)
+
+
+def _perform_all(members: Members, program: ReducerProgram) -> list[dict[str, int] | None]:
     models = [program.model] if program.second is None else [program.model, program.second]
-    runs = [_Run(comm, program, model) for model in models]
-    sums = []
-    for number, operation in enumerate((*program.operations, *_finale(program))):
+    runs = [_Run(members.comm, program, model) for model in models]
+    sums: list[dict[str, int] | None] = []
+    operations = (*program.operations, *_finale(program))
+    for number, operation in enumerate(operations):
+        if operation == Leave(members.comm.rank):
+            break
         is_others = isinstance(operation, Other)
         try:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", ".*do not obey the gradient layout contract")
                 one = operation.operation if is_others else operation
-                runs[is_others].perform(one, number)
+                if isinstance(one, Rebuild | Leave):
+                    _meet_anew(members, runs, one, number)
+                else:
+                    runs[is_others].perform(one, number)
             if isinstance(one, Fail) and one.is_synced:
                 for run in runs:
                     run.drop_abandoned()
@@ -78,12 +93,25 @@ def run_reducer_program(comm: Any, program: ReducerProgram) -> list[dict[str, in
         sums.append({f"{i}.{k}": v for i, run in enumerate(runs) for k, v in run.check_sums()})
     for run in runs:
         run.reducer.detach()
-    return sums
+    return sums + [None] * (len(operations) - len(sums))
+
+
+def _meet_anew(members: Members, runs: list[_Run], operation: Rebuild | Leave, number: int) -> None:
+    if isinstance(operation, Leave):
+        routes = (Route(),) * members.comm.world_size
+        members.rebuild_without_one(lambda: runs[0].train(routes, number))
+        for run in runs:
+            run.oracle.lose(operation.rank)
+    else:
+        members.rebuild()
+    for run in runs:
+        run.follow(members.comm)
 
 
 def _finale(program: ReducerProgram) -> list[object]:
     """To see that the ranks are still in step."""
-    finale = [ZeroGrad(), Backward((Route(),) * program.world_size), Step()]
+    n = program.world_size - sum(isinstance(one, Leave) for one in program.operations)
+    finale = [ZeroGrad(), Backward((Route(),) * n), Step()]
     return finale if program.second is None else [*map(Other, finale), *finale]
 
 
@@ -229,7 +257,7 @@ class _Run:
             raise AssertionError("this rank has not heard that the step failed on another one")
 
     def interrupt(self, operation: Interrupt, number: int) -> None:
-        gate = new_gate()
+        gate = gate_of_ranks()
         step = Backward(operation.routes)
         for _ in self.oracle.backwards(step, number):
             pass
@@ -248,11 +276,7 @@ class _Run:
     def weigh(self, operation: Weigh, number: int) -> None:
         self.zero_grad(ZeroGrad(), number)
         self.reducer.set_weight(operation.weights[self.comm.rank])
-        step = Backward(operation.routes)
-        for _ in self.oracle.backwards(step, number):
-            pass
-        for _ in stages(self.model, step, self.comm.rank, number):
-            pass
+        self.train(operation.routes, number)
         self._reduce_oracle(operation.weights)
 
     def vote(self, operation: Vote, number: int) -> None:
@@ -389,16 +413,29 @@ class _Run:
         self.reducer.detach()
         self.oracle.skipped = False
         if operation.alone:
-            alone = Backward((Route(),) * self.comm.world_size)
-            for _ in self.oracle.backwards(alone, number):
-                pass
-            for _ in stages(self.model, alone, self.comm.rank, number):
-                pass
+            self.train((Route(),) * self.comm.world_size, number)
             self._step()
             self.zero_grad(ZeroGrad(), number)
         if operation.renew:
             self._make_reducer()
         self._attach()
+
+    def train(self, routes: tuple[Route, ...], number: int) -> None:
+        """A backward, without what comes of it."""
+        step = Backward(routes)
+        for _ in self.oracle.backwards(step, number):
+            pass
+        for _ in stages(self.model, step, self.comm.rank, number):
+            pass
+
+    def follow(self, comm: Any) -> None:
+        """The ranks have met anew."""
+        self.comm, self.replica = comm, self.oracle.replicas[comm.rank]
+        self.reducer.refresh()
+        fastcomm.catch_up(self.reducer, self.optimizer)
+        assert self.reducer.comm is comm
+        self._drop_step(by_vote=False)
+        self.oracle.attach()
 
     def sync_buffers(self, operation: SyncBuffers, number: int) -> None:
         self.reducer.sync_buffers(operation.src)

@@ -24,11 +24,13 @@ from tests.programs.data import (
     Grow,
     Interrupt,
     Layer,
+    Leave,
     Look,
     Model,
     Options,
     Other,
     Reattach,
+    Rebuild,
     Reduce,
     ReducerProgram,
     Round,
@@ -212,10 +214,11 @@ def sequences(n: int, transport: str, has_buffers: bool) -> st.SearchStrategy[li
         (1 if transport == "nccl" else 3, failures(n)),
         (2, weighings(n)),
         (2, votes(n)),
+        (1, st.just(Rebuild())),
     ]
     touches = st.lists(_touch, max_size=4).map(tuple)
     by_weight.append((3, st.builds(Reduce, st.tuples(*[touches] * n))))
-    if transport != "nccl":  # over NCCL the host does not wait
+    if transport != "nccl" and n > 1:  # over NCCL the host does not wait
         by_weight.append((1, interrupts(n)))
     singles = [(weight, single.map(lambda one: [one])) for weight, single in by_weight]
     unsynced, synced = st.builds(Backward, routes(n), is_synced=st.just(False)), backwards(n)
@@ -235,6 +238,11 @@ def _sequences_of_two(
     return st.lists(st.one_of(choices), min_size=2, max_size=10)
 
 
+def _leavers(n: int) -> st.SearchStrategy[int | None]:
+    """Mostly none, as the others then wait for some time."""
+    return st.sampled_from([*[None] * 20 * n, *range(n)])
+
+
 @functools.cache  # drawing from a new strategy takes longer
 @st.composite
 def reducer_programs(draw: Any, n: int, transport: str) -> ReducerProgram:
@@ -243,10 +251,14 @@ def reducer_programs(draw: Any, n: int, transport: str) -> ReducerProgram:
     have_buffers = [
         any(layer.kind == "batch norm" for layer in one.layers) for one in (model, second) if one
     ]
-    drawn = draw(_sequences_of_two(n, transport, *have_buffers))
     chosen = draw(options(transport))
-    fitting = _Fitting(n, transport, chosen)
-    sequence = [each for several in drawn for one in several for each in fitting.made_of(one)]
+    fitting = _Fitting(transport, chosen)
+    sequence = fitting.made_of_all(draw(_sequences_of_two(n, transport, *have_buffers)))
+    leaver = None if chosen.is_hooked else draw(_leavers(n))
+    if leaver is not None:
+        fitting = _Fitting(transport, chosen, is_whole=False)
+        rest = fitting.made_of_all(draw(_sequences_of_two(n - 1, transport, *have_buffers)))
+        sequence = [*sequence, Leave(leaver), *rest]
     return ReducerProgram(
         n, model, tuple(sequence), chosen, draw(st.sampled_from([0.0, 0.9])), second
     )
@@ -254,17 +266,24 @@ def reducer_programs(draw: Any, n: int, transport: str) -> ReducerProgram:
 
 @dataclass(frozen=True)
 class _Fitting:
-    """Makes of an operation what a program of its kind may contain."""
+    """Makes of an operation what a program of its kind may contain. is_whole: no rank has left."""
 
-    n: int
     transport: str
     options: Options
+    is_whole: bool = True
+
+    def made_of_all(self, drawn: list[list[Any]]) -> list[Any]:
+        return [each for several in drawn for one in several for each in self.made_of(one)]
 
     def made_of(self, operation: Any) -> list[Any]:
+        if isinstance(operation, Other) and isinstance(operation.operation, Rebuild):
+            return self.made_of(operation.operation)  # of both
         if isinstance(operation, Other):
             return [*map(Other, self.made_of(operation.operation))]
-        if isinstance(operation, Interrupt) and self.options.is_hooked:
-            return []  # inside a hook it ends the round, on every rank
+        if isinstance(operation, Interrupt | Rebuild) and self.options.is_hooked:
+            return []  # an interruption inside a hook ends the round, on every rank
+        if isinstance(operation, Fail) and self.transport == "nccl" and not self.is_whole:
+            return []  # ranks cannot finish together first
         if isinstance(operation, Weigh) and (self.options.is_hooked or self.options.op != "mean"):
             return []
         if isinstance(operation, Vote) and self.transport == "nccl":
@@ -284,6 +303,7 @@ def calls(n: int, transport: str) -> st.SearchStrategy[Call]:
     delay = st.sampled_from([0, 1, 2, 3, 5, 8, 20])
     poll = st.sampled_from(["", "", "once", "until done", "check"])
     many = [(_MANY_NBYTES)] if transport == "shm" else []
+    may_differ = transport != "nccl" and n > 1
 
     def of(kind: str, **more: Any) -> st.SearchStrategy[Call]:
         memory = st.sampled_from(_MEMORY if kind == "all_gather_single" else _MEMORY[:4])
@@ -295,7 +315,7 @@ def calls(n: int, transport: str) -> st.SearchStrategy[Call]:
             poll=st.one_of(st.just(("",) * n), st.tuples(*[poll] * n)),
             dtype=st.sampled_from(_DTYPES),
             numel=st.just(0) if kind == "barrier" else st.sampled_from([*_NBYTES, *many]),
-            odd=st.just(-1) if transport == "nccl" else st.sampled_from([-1] * 12 + [0, n - 1]),
+            odd=st.sampled_from([-1] * 12 + [0, n - 1]) if may_differ else st.just(-1),
             how_odd=st.sampled_from(["kind", "op", "numel", "dtype", "src"]),
             **more,
         ).map(_in_elements)
@@ -348,7 +368,20 @@ def rounds(draw: Any, n: int, transport: str) -> Round:
     return Round(tuple(tamed), leaves)
 
 
+@functools.cache
+def _lists_of_rounds(n: int, transport: str) -> st.SearchStrategy[list[Any]]:
+    one = rounds(n, transport)
+    return st.lists(_one_of((9, one), (1, st.just(Rebuild()))), min_size=1, max_size=4)
+
+
 @functools.cache  # drawing from a new strategy takes longer
-def collective_programs(n: int, transport: str) -> st.SearchStrategy[CollectiveProgram]:
-    several = st.lists(rounds(n, transport), min_size=1, max_size=4)
-    return st.builds(CollectiveProgram, st.just(n), several.map(tuple))
+@st.composite
+def collective_programs(draw: Any, n: int, transport: str) -> CollectiveProgram:
+    several = draw(_lists_of_rounds(n, transport))
+    leaver = draw(_leavers(n))
+    if leaver is not None:
+        rest = draw(_lists_of_rounds(n - 1, transport))
+        if transport == "nccl":  # ranks cannot finish together first
+            rest = [one for one in rest if not (isinstance(one, Round) and one.is_abandoned)]
+        several = [*several, Leave(leaver), *rest]
+    return CollectiveProgram(n, tuple(several))
