@@ -67,9 +67,9 @@ class Members:
         self._meet_anew(n_left, timedelta(seconds=LEFT_ALONE_S))
 
     def _wait_for_all(self, n: int) -> None:
-        (self._folder / f"heard-{self.comm.rank}").touch()
+        (self._folder / f"{n}-{self.comm.rank}").touch()
         deadline = time.monotonic() + HEARD_WITHIN_S
-        while len([*self._folder.glob("heard-*")]) < n:
+        while len([*self._folder.glob(f"{n}-*")]) < n:
             assert time.monotonic() < deadline, "not all ranks have heard that one has left"
             time.sleep(0.001)
 
