@@ -529,10 +529,17 @@ class Bucket(Counter):
         return [(i, p.grad) for i, (p, view) in pairs if p is not None and p.grad is not view]
 
     def scale_(self, factor: Tensor) -> None:
-        """Multiplies all gradients, and the flat buffer, by a scalar on the device."""
-        elsewhere = [gradient.detach() for _, gradient in self._outside() if gradient is not None]
-        products = [gradient * factor for gradient in elsewhere]  # first: they may share its memory
+        """Multiplies all gradients by a scalar on the device. In the flat buffer what is no gradient
+        any more stays: the user may have a name for it.
+        """
+        outside = self._outside()
+        places = [self.views[i].data for i, _ in outside]
+        before = [place.clone() for place in places]
+        elsewhere = [gradient.detach() for _, gradient in outside if gradient is not None]
+        products = [gradient * factor for gradient in elsewhere]  # now: they may share its memory
         self.flat[: -len(self.views)].mul_(factor)
+        for place, values in zip(places, before, strict=True):
+            place.copy_(values)
         for gradient, product in zip(elsewhere, products, strict=True):
             gradient.copy_(product)
 

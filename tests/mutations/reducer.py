@@ -598,6 +598,14 @@ MUTATIONS = (
         tests=(f"{DEFECTS}::test_ranks_clip_alike_where_one_has_copied_its_gradients",),
     ),
     Mutation(
+        name="norms: clipping scales what the user has taken out",
+        file=BUCKET,
+        within="Bucket.scale_",
+        old="place.copy_(values)",
+        new="pass",
+        tests=(f"{DEFECTS}::test_a_norm_leaves_alone_what_the_user_has_taken_out",),
+    ),
+    Mutation(
         name="norms: clipping leaves out gradients that the user holds",
         file=BUCKET,
         within="Bucket.scale_",

@@ -292,6 +292,8 @@ def test_a_norm_leaves_alone_what_the_user_has_taken_out(comm):
             p.grad = p.grad * 2 + 1
         expected = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])
         torch.testing.assert_close(reducer.grad_norm(), expected)
+        reducer.clip_grad_norm_(0.5 * expected.item())
+        torch.testing.assert_close(reducer.grad_norm(), 0.5 * expected)
         model[0].weight.grad = None
         left = [p.grad for p in model.parameters() if p.grad is not None]
         expected = torch.nn.utils.get_total_norm(left)
