@@ -183,6 +183,38 @@ def test_works_posted_before_an_abandonment_end_alike_on_all_ranks(transport, wo
     assert set(outcomes[0]) <= {"good", "AbandonedError"}
 
 
+def _one_hears_and_closes(place, is_late):
+    comm = communicator(place)
+    comm.barrier()
+    try:
+        if place.rank == 1:
+            if is_late:
+                time.sleep(0.1)
+            comm.abandon()
+        else:
+            with pytest.raises(AbandonedError):
+                comm.barrier()
+                hear_of_it(comm)
+        if place.rank:
+            comm.barrier()
+        return "closed"
+    except FastcommError as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        comm.close()
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+@over(3)
+def test_who_closes_when_it_hears_of_an_abandonment_is_named(transport, world_size, is_late):
+    """It has left while the ranks meet, or after that: the others say who it was."""
+    first, *others = values_of(new_ranks(transport, world_size, _one_hears_and_closes, is_late))
+    assert first == "closed"
+    for told in others:
+        assert told.startswith("PeerLostError: rank 0 (pid "), told
+        assert "closed its communicator" in told
+
+
 @over(3)
 @on_ranks()
 def test_works_that_others_had_abandoned_end_nothing_of_the_next_round(comm):

@@ -553,4 +553,15 @@ MUTATIONS = (
         new="pass",
         tests=(ENDING_TESTS,),
     ),
+    Mutation(
+        name="group: who closes while the ranks meet counts as met",
+        file="fastcomm/transports/group/work_queue.py",
+        within="WorkQueue._n_finished",
+        old="bool(self._works) or self._is_meeting",
+        new="bool(self._works)",
+        tests=(
+            "tests/contract/test_abandon.py::"
+            "test_who_closes_when_it_hears_of_an_abandonment_is_named",
+        ),
+    ),
 )

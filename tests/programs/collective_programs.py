@@ -48,6 +48,8 @@ def run_collective_program(comm: Any, program: CollectiveProgram) -> list[dict[s
 def _run_rounds(members: Members, program: CollectiveProgram) -> list[dict[str, int] | None]:
     sums: list[dict[str, int] | None] = []
     for number, one in enumerate(program.rounds):
+        if isinstance(one, Leave):
+            members.part()
         if one == Leave(members.comm.rank):
             return sums + [None] * (len(program.rounds) + 1 - len(sums))
         try:

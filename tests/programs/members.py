@@ -50,6 +50,10 @@ class Members:
     def rebuild(self) -> None:
         self._meet_anew(self.comm.world_size, timeout=None)
 
+    def part(self) -> None:
+        """Before one leaves: after an abandonment all have met. They would miss it there."""
+        self.comm.barrier()
+
     def rebuild_without_one(self, lose: Callable[[], None]) -> None:
         """lose: does what raises PeerLostError, over NCCL at once or later."""
         deadline = time.monotonic() + HEARD_WITHIN_S

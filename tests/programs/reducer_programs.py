@@ -72,6 +72,8 @@ def _perform_all(members: Members, program: ReducerProgram) -> list[dict[str, in
     sums: list[dict[str, int] | None] = []
     operations = (*program.operations, *_finale(program))
     for number, operation in enumerate(operations):
+        if isinstance(operation, Leave):
+            members.part()
         if operation == Leave(members.comm.rank):
             break
         is_others = isinstance(operation, Other)

@@ -243,7 +243,7 @@ class WorkQueue:
         running = tuple(self._running)  # the thread may be changing it
         if running:
             return running[0].number - len(running[0].works)
-        return self.number - bool(self._works)
+        return self.number - (bool(self._works) or self._is_meeting)
 
     def tell_of_end(self, has_raised: bool) -> None:
         if self.life.refusal() is None:
