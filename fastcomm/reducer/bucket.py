@@ -529,8 +529,8 @@ class Bucket(Counter):
         return [(i, p.grad) for i, (p, view) in pairs if p is not None and p.grad is not view]
 
     def scale_(self, factor: Tensor) -> None:
-        """Multiplies all gradients by a scalar on the device. In the flat buffer what is no gradient
-        any more stays: the user may have a name for it.
+        """Multiplies all gradients by a scalar on the device. What lies in the flat buffer and is no
+        gradient any more stays as it is: the user may have a name for it.
         """
         outside = self._outside()
         places = [self.views[i].data for i, _ in outside]

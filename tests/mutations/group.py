@@ -110,8 +110,8 @@ MUTATIONS = (
         name="group: an unfinished work counts as finished at close()",
         file=QUEUE,
         within="WorkQueue._n_finished",
-        old="self.number - bool(self._works)",
-        new="self.number",
+        old="bool(self._works) or self._is_meeting",
+        new="self._is_meeting",
         tests=(ENDING_TESTS,),
     ),
     Mutation(
@@ -555,7 +555,7 @@ MUTATIONS = (
     ),
     Mutation(
         name="group: who closes while the ranks meet counts as met",
-        file="fastcomm/transports/group/work_queue.py",
+        file=QUEUE,
         within="WorkQueue._n_finished",
         old="bool(self._works) or self._is_meeting",
         new="bool(self._works)",
