@@ -529,13 +529,14 @@ class Bucket(Counter):
         return [(i, p.grad) for i, (p, view) in pairs if p is not None and p.grad is not view]
 
     def scale_(self, factor: Tensor) -> None:
-        """Multiplies all gradients by a scalar on the device. What lies in the flat buffer and is no
-        gradient any more stays as it is: the user may have a name for it.
+        """Multiplies all gradients by a scalar on the device. What lies in the flat buffer but is
+        no gradient any more stays as it is: the user may have a name for it.
         """
         outside = self._outside()
         places = [self.views[i].data for i, _ in outside]
         before = [place.clone() for place in places]
-        elsewhere = [gradient.detach() for _, gradient in outside if gradient is not None]
+        # A number without a dimension would be multiplied in the scalar's dtype, not in its own.
+        elsewhere = [torch.atleast_1d(g.detach()) for _, g in outside if g is not None]
         products = [gradient * factor for gradient in elsewhere]  # now: they may share its memory
         self.flat[: -len(self.views)].mul_(factor)
         for place, values in zip(places, before, strict=True):

@@ -598,6 +598,14 @@ MUTATIONS = (
         tests=(f"{DEFECTS}::test_ranks_clip_alike_where_one_has_copied_its_gradients",),
     ),
     Mutation(
+        name="norms: a number of the user's is clipped in the factor's dtype",
+        file=BUCKET,
+        within="Bucket.scale_",
+        old="torch.atleast_1d(g.detach())",
+        new="g.detach()",
+        tests=(f"{DEFECTS}::test_ranks_clip_numbers_alike_where_one_has_copied_its_gradients",),
+    ),
+    Mutation(
         name="norms: clipping scales what the user has taken out",
         file=BUCKET,
         within="Bucket.scale_",

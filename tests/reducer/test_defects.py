@@ -245,6 +245,23 @@ def test_ranks_clip_alike_where_one_has_copied_its_gradients(comm):
         assert_same_on_all(comm, told)
 
 
+@on_ranks(2)
+def test_ranks_clip_numbers_alike_where_one_has_copied_its_gradients(comm):
+    """The factor is float64 here, and rounds otherwise than in float32."""
+    model = nn.ParameterList(nn.Parameter(torch.tensor(1.0)) for _ in range(16))
+    model.append(nn.Parameter(torch.ones(3, dtype=torch.float64)))
+    reducer = fastcomm.Reducer(comm).attach(model)
+    for step in range(4):
+        model.zero_grad()
+        slopes = torch.randn(17, generator=torch.Generator().manual_seed(2 * step + comm.rank))
+        sum((p * slope).sum() for p, slope in zip(model, slopes.tolist(), strict=True)).backward()
+        if comm.rank == 1 and step > 1:
+            for p in model:
+                p.grad = p.grad.clone()
+        norm = reducer.clip_grad_norm_(0.7)
+        assert_same_on_all(comm, [t.tolist() for t in (norm, *gradients(model))])
+
+
 class Scales(nn.Module):
     """Of each size one parameter; those in `unused` get no gradient."""
 
