@@ -101,9 +101,9 @@ MUTATIONS = (
     Mutation(
         name="elastic: batches of a step that was dropped do not come again",
         file=ELASTIC,
-        within="Elastic._batches",
-        old="again, taken = (taken + again, [])",
-        new="again, taken = ([], [])",
+        within="Elastic._take_again",
+        old="self._taken + self._again",
+        new="[]",
         tests=(f"{LOOP}batches_of_a_step_that_was_abandoned_come_again_on_all_ranks",),
     ),
     Mutation(
@@ -111,7 +111,7 @@ MUTATIONS = (
         file=ELASTIC,
         within="Elastic._batches",
         old="have_all is None",
-        new="have_all is None and not taken.clear()",
+        new="have_all is None and not self._taken.clear()",
         tests=(f"{LOOP}what_was_accumulated_is_made_again_when_a_rank_is_lost",),
     ),
     Mutation(
@@ -130,7 +130,7 @@ MUTATIONS = (
         file=ELASTIC,
         within="Elastic._batches",
         old="self._n_rounds > n_rounds",
-        new="self._n_rounds > n_rounds and not self._was_dropped",
+        new="self._n_rounds > n_rounds and not self._again",
         tests=(MISSED,),
     ),
     Mutation(
@@ -225,7 +225,7 @@ MUTATIONS = (
         name="elastic: a scheduler's learning rate does not reach new processes",
         file=ELASTIC,
         within="_loadable",
-        old="steppers[id(one)].options if id(one) in steppers else one",
+        old="options.get(id(one), one)",
         new="one",
         tests=(f"{SHARDED}a_process_in_place_of_a_lost_one_gets_all_that_the_others_have",),
     ),

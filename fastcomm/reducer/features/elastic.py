@@ -134,12 +134,13 @@ def _catch_up(reducers: Sequence[Reducer], states: Sequence[Stateful]) -> None:
 
 def _loadable(reducers: Sequence[Reducer], states: Sequence[Stateful]) -> list[Stateful]:
     """Replaces a ShardedOptimizer by its options: the ranks have put its state together already."""
-    steppers: dict[int, Stepper] = {}
-    for reducer in reducers:
-        stepper = reducer.stepper()
-        if stepper is not None:
-            steppers[id(stepper)] = stepper
-    return [steppers[id(one)].options if id(one) in steppers else one for one in states]
+    options = {id(stepper): stepper.options for stepper in _steppers_of(reducers)}
+    return [options.get(id(one), one) for one in states]
+
+
+def _steppers_of(reducers: Sequence[Reducer]) -> list[Stepper]:
+    steppers = [one.stepper() for one in reducers]
+    return [one for one in steppers if one is not None]
 
 
 # ---- the loop ------------------------------------------------------------------------------------
@@ -165,12 +166,12 @@ class Elastic(RoundExtension):
 
     def __init__(self, reducers: list[Reducer], state: Sequence[Stateful]) -> None:
         self._reducers, self._state = reducers, state
-        steppers = [one.stepper() for one in reducers]
-        self._steppers = [one for one in steppers if one is not None]
+        self._steppers = _steppers_of(reducers)
+        self._taken: list[Any] = []  # the batches of the step under way
+        self._again: list[Any] = []  # those of a step that was dropped
         self._n_before: dict[Reducer, int] = {}  # n_rounds when the step under way began
-        self._was_dropped = False  # what was made of the last batches
-        self._must_meet = False  # some ranks may have made a step that others have dropped
         self.outlived: FastcommError | None = None  # why the step under way is dropped
+        self._must_meet = False  # some ranks may have made a step that others have dropped
         self._last_look = 0.0
 
     @property
@@ -201,37 +202,33 @@ class Elastic(RoundExtension):
 
     def _batches(self, batches: Iterator[T]) -> Iterator[T]:
         fresh: list[T] = []
-        again: list[T] = []
-        taken: list[T] = []  # for the step under way
-        n_rounds = self._n_rounds  # when it began
+        n_rounds = self._n_rounds  # when the step under way began
         while True:
             if self._n_rounds > n_rounds:  # this rank has made the step, or one that it caught up
-                n_rounds, again, taken = self._n_rounds, [], []
-            elif self._was_dropped:
-                again, taken = taken + again, []
-            self._was_dropped = False
-            if not again and not fresh:
+                n_rounds, self._again, self._taken = self._n_rounds, [], []
+            if not self._again and not fresh:
                 fresh.append(next(batches, _NO_BATCH))
-            coming = again or fresh
-            have_all = self._vote(coming[0] is not _NO_BATCH, is_between_steps=not taken)
+            coming = self._again or fresh
+            have_all = self._vote(coming[0] is not _NO_BATCH)
             if have_all is None:
+                self._go_on()
                 continue
             if not have_all:
                 return
             self._n_before = {one: one.n_rounds for one in self._reducers}
-            taken.append(coming.pop(0))
-            yield taken[-1]
+            self._taken.append(coming.pop(0))
+            yield self._taken[-1]
             if self._must_meet or (self.outlived is not None and self._comm.failure is not None):
                 self._go_on()
             self.outlived = None
 
-    def _vote(self, has_batch: bool, *, is_between_steps: bool) -> bool | None:
-        """Whether all ranks have a batch; None: they have met anew instead. is_between_steps:
-        processes that wait may be taken in.
+    def _vote(self, has_batch: bool) -> bool | None:
+        """Whether all ranks have a batch; None: they must meet anew, as a rank is lost, or
+        processes wait, which are taken in between two steps.
         """
+        comm = self._comm
         while True:
-            comm = self._comm
-            flags = [has_batch, not (is_between_steps and self._is_awaited())]
+            flags = [has_batch, bool(self._taken) or not self._is_awaited()]
             vote = torch.tensor(flags, dtype=torch.uint8, device=comm.device)
             try:
                 comm.all_reduce(vote, "min")
@@ -239,12 +236,8 @@ class Elastic(RoundExtension):
             except AbandonedError:  # of the step before
                 continue
             except _OUTLIVED:
-                self._go_on()
                 return None
-            if is_complete:
-                return bool(have_batches)
-            self._go_on()
-            return None
+            return bool(have_batches) if is_complete else None
 
     def _is_awaited(self) -> bool:
         comm, now = self._comm, time.monotonic()
@@ -274,18 +267,21 @@ class Elastic(RoundExtension):
 
     def after_round(self, round: Round) -> None:
         if round.state is State.DROPPED:
-            self._was_dropped = True
+            self._take_again()
             self.outlived = self.outlived or round.outlived
 
     def undo_round(self, reducer: Reducer, error: FastcommError) -> None:
-        """Drops a step whose gradients are reduced, as not all ranks can make it: its batches come
-        again.
-        """
+        """Drops a step whose gradients are reduced, as not all ranks can make it."""
+        self._take_again()
         self.outlived = self.outlived or error.with_traceback(None)
-        self._was_dropped = self._must_meet = True
+        self._must_meet = True
         stepper = reducer.stepper()
         n_made = 0 if stepper is None else stepper.n_rounds_counted  # a step before this one
         reducer.n_rounds = max(self._n_before[reducer], n_made)
+
+    def _take_again(self) -> None:
+        """The step under way is dropped: its batches come again."""
+        self._again, self._taken = self._taken + self._again, []
 
     def _begin(self) -> None:
         """Ranks that have met anew before the loop become equal now."""
@@ -296,7 +292,8 @@ class Elastic(RoundExtension):
 
     def _go_on(self) -> None:
         """Brings the ranks together anew, and makes them equal. What was accumulated is gone."""
-        self._was_dropped, self._must_meet = True, False
+        self._take_again()
+        self._must_meet = False
         while True:
             for stepper in self._steppers:
                 stepper.stand_aside()
