@@ -151,20 +151,20 @@ class Told(NamedTuple):
     """
 
     counted: Moment | None
-    contents: list[tuple[tuple[Moment, int], list[Contents]]]
-    has_state: bool | None
+    contents: dict[tuple[Moment, int], list[Contents]]
+    has_state: bool
 
 
 class ShardCopies:
     """The copies that one ShardedOptimizer keeps: its own shards' and another rank's.
 
     counted: the moment of the last step that counts; None: no step has counted.
-    has_state: whether the optimizer has state; None: this rank steps nothing, and cannot tell.
+    has_state: whether this rank's pieces have state.
     """
 
     def __init__(self) -> None:
         self.counted: Moment | None = None
-        self.has_state: bool | None = None
+        self.has_state = False
         self._held: dict[tuple[Moment, int], _Copy] = {}  # by moment and rank at that moment
         self._spare: list[_Copy] = []  # memory that the next copies take
         self._contents: list[list[Contents]] = []  # by rank, as of the last copies
@@ -172,7 +172,7 @@ class ShardCopies:
 
     def keep(self, comm: Transport, kept: Sequence[Kept]) -> None:
         """Makes the copies of this step, which counts when this returns. Collective."""
-        self.has_state = any(one.state for one in kept) if kept else None
+        self.has_state = any(one.state for one in kept)
         with called_by(_CALL):
             moment = self._begin(comm, [Contents.of(one) for one in kept])
             packed = self._room(self._contents[comm.rank], comm)
@@ -216,13 +216,38 @@ class ShardCopies:
                 return copy
         return _Copy(contents, comm)
 
-    def told(self) -> Told:
-        """What the other ranks need to know of the copies here."""
-        contents = [(key, copy.contents) for key, copy in self._held.items()]
-        return Told(self.counted, contents, self.has_state)
+    def put_together(
+        self, comm: Transport, parameters: Sequence[Parameter]
+    ) -> dict[Parameter, State]:
+        """When the ranks have met anew: gives every rank the parameters as they were when the last
+        step counted, and returns their whole states. Collective, also for ranks without copies.
+        Changes nothing where nobody has any, or no step was made. Raises FastcommError, on every
+        rank, where both a rank and the one that has its copy are lost.
 
-    def find(self, moment: Moment, rank: int) -> _Copy:
-        return self._held[moment, rank]
+        parameters: the optimizer's, in the order of their numbers.
+        """
+        contents = {key: copy.contents for key, copy in self._held.items()}
+        own = Told(self.counted, contents, self.has_state)
+        told: list[Told] = gather_objects(comm, own, _CALL)
+        last = max((one.counted for one in told if one.counted is not None), default=None)
+        if last is None:
+            if any(one.has_state for one in told):
+                raise FastcommError(
+                    "a rank was lost before the ranks' shards had their first copies: load a "
+                    "checkpoint on every rank"
+                )
+            return {}  # no rank has made a step: all still have what they began with
+        whole: dict[Parameter, State] = {}
+        for rank, holder in enumerate(_holders(last, [one.contents for one in told])):
+            if holder == comm.rank:
+                copy = self._held[last, rank]
+            else:
+                copy = _Copy(told[holder].contents[last, rank], comm)
+            if copy.data.numel():
+                comm.broadcast(copy.data, holder)
+            _unpack(copy, parameters, whole)
+        self.counted = last  # there are copies of no later step that counts
+        return {parameter: state for parameter, state in whole.items() if state}
 
 
 def _are_alike(one: object, other: object) -> bool:
@@ -242,45 +267,6 @@ def _pass_on(comm: Transport, data: Tensor, dst: int, copy: Tensor, src: int) ->
     sent, received = [0] * comm.world_size, [0] * comm.world_size
     sent[dst], received[src] = data.numel(), copy.numel()
     comm.all_to_all_single(copy, data, received, sent)
-
-
-# ---- when the ranks have met anew ----------------------------------------------------------------
-
-
-def put_together(
-    comm: Transport, copies: ShardCopies | None, parameters: Sequence[Parameter]
-) -> dict[Parameter, State]:
-    """Gives every rank the parameters as they were when the last step counted, and returns their
-    whole states. Collective, also for ranks without copies. Changes nothing where nobody has
-    any, or no step was made. Raises FastcommError, on every rank, where both a rank and the one
-    that has its copy are lost.
-
-    parameters: the optimizer's, in the order of their numbers.
-    """
-    own = Told(None, [], None) if copies is None else copies.told()
-    told: list[Told] = gather_objects(comm, own, _CALL)
-    last = max((one.counted for one in told if one.counted is not None), default=None)
-    if last is None:
-        if any(one.has_state for one in told):
-            raise FastcommError(
-                "a rank was lost before the ranks' shards had their first copies: load a "
-                "checkpoint on every rank"
-            )
-        return {}  # no rank has made a step: all still have what they began with
-    by_rank = [dict(one.contents) for one in told]
-    holders = _holders(last, by_rank)
-    whole: dict[Parameter, State] = {}
-    for rank, holder in enumerate(holders):
-        if copies is not None and holder == comm.rank:
-            copy = copies.find(last, rank)
-        else:
-            copy = _Copy(by_rank[holder][last, rank], comm)
-        if copy.data.numel():
-            comm.broadcast(copy.data, holder)
-        _unpack(copy, parameters, whole)
-    if copies is not None:
-        copies.counted = last  # it has copies of no later step that counts
-    return {parameter: state for parameter, state in whole.items() if state}
 
 
 def _holders(last: Moment, by_rank: Sequence[Container[tuple[Moment, int]]]) -> list[int]:

@@ -24,7 +24,7 @@ from fastcomm.errors import FastcommError, MismatchError
 from fastcomm.insight.phases import OPTIMIZER, OTHER, WAITING
 from fastcomm.optim import checkpoints, param_groups, shardable
 from fastcomm.optim.checkpoints import Part, options_of, pieces_of
-from fastcomm.optim.shard_copies import Kept, ShardCopies, put_together
+from fastcomm.optim.shard_copies import Kept, ShardCopies
 from fastcomm.reducer import validation
 from fastcomm.reducer.bucket import Bucket
 from fastcomm.reducer.features import arrivals, shards, torch_helpers
@@ -101,7 +101,10 @@ class ShardedOptimizer(Optimizer):
         plain = self._make_plain(params, overlap_gather)
         super().__init__([dict(group) for group in plain.param_groups], plain.defaults)
         self._inner = plain  # of this rank's pieces, once there are some
-        self.is_torn = self._is_mixed = False  # the ranks' parameters, the state
+        # A step that fails on the way sets both. What replaces the state mends that, and then
+        # refresh() the parameters.
+        self.is_torn = False  # the ranks' parameters may differ
+        self._is_mixed = False  # the state may be of two steps
         self.may_be_late = overlap_gather and reducer.comm.has_streams
         self._arrivals: Arrivals | None = None
         # whole, on every rank: of parameters that no bucket has, because they are frozen now.
@@ -113,19 +116,22 @@ class ShardedOptimizer(Optimizer):
         ] = {}  # of what each has as its state, for recipes
         self._buckets: Sequence[Bucket] = []
         self._copies: ShardCopies | None = None  # in elastic()
-        self._is_aside = False  # a rank is lost, and the copies are all there is
         self.n_rounds_counted = 0  # of the reducer, when the last step counted
         torch_helpers.watch(ShardedOptimizer, _is_held)
-        self._take_over()
+        self._take_over(ShardCopies())
 
-    def _take_over(self) -> None:
-        """Lets the reducer shard its buckets. Collective."""
+    def _take_over(self, copies: ShardCopies) -> None:
+        """Lets the reducer shard its buckets. After a rebuild() the ranks first put together the
+        last step that counted; a new process has no copies of it, and gets it. Collective.
+        """
         reducer = self.reducer
         former = reducer.find(ShardedBy)
         if former is not None:  # of an optimizer that is gone
             reducer.remove(former)
         sharded_by = reducer.install(ShardedBy(self))
         try:
+            if self.comm.membership is not None and self.comm.membership.is_rebuilt:
+                self._aside |= copies.put_together(self.comm, self._parameters())
             reducer.refresh()
         except BaseException:
             reducer.remove(sharded_by)  # of what is half made
@@ -250,12 +256,9 @@ class ShardedOptimizer(Optimizer):
         if self._arrivals is not None:
             self._arrivals.end()
         self._let_go()
-        if self.comm.membership is not None and self.comm.membership.is_rebuilt:
-            copies = self._copies if self._is_aside else None
-            self._aside |= put_together(self.comm, copies, parameters)
 
     def _let_go(self) -> None:
-        self._buckets, self._parts = [], {}
+        self._buckets, self._parts, self._is_mixed = [], {}, False
         for group in self._inner.param_groups:
             group["params"] = []  # whose memory goes with the buckets
         self._inner.state.clear()
@@ -455,16 +458,16 @@ class ShardedOptimizer(Optimizer):
         """For the reducer: from now on a step counts once each rank's shards have a copy on
         another rank. Collective.
         """
-        self._copies, self._is_aside = self._copies or ShardCopies(), False
+        self._copies = self._copies or ShardCopies()
         self._copy()
 
     def drop_copies(self) -> None:
         """For the reducer: the loop of elastic() has ended."""
-        self._copies, self._is_aside = None, False
+        self._copies = None
 
     def _copy(self) -> None:
         """The step counts when this returns. Collective in elastic(); else there are no copies."""
-        if self._copies is not None and not self._is_aside:
+        if self._copies is not None:
             self._copies.keep(self.comm, self._kept())
             self.n_rounds_counted = self.reducer.n_rounds
 
@@ -484,7 +487,6 @@ class ShardedOptimizer(Optimizer):
     def stand_aside(self) -> None:
         """For the reducer: a rank is lost. Lets go of the buckets, and keeps the copies."""
         self._let_go()
-        self._is_aside, self.is_torn, self._is_mixed = True, False, False
         sharded_by = self.reducer.find(ShardedBy)
         if sharded_by is not None:
             self.reducer.remove(sharded_by)
@@ -496,7 +498,11 @@ class ShardedOptimizer(Optimizer):
         """
         # with the options that it had then, as a new process has them now
         validation.compare(self.comm, None, self._made_as | self._places(), _MAKING)
-        self._take_over()
+        copies, self._copies = self._copies, None  # keep_copies() makes the next ones
+        try:
+            self._take_over(copies or ShardCopies())
+        finally:
+            self._copies = copies
 
     # -- checkpoints -------------------------------------------------------------------------------
 

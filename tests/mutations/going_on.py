@@ -192,7 +192,7 @@ MUTATIONS = (
     Mutation(
         name="shard copies: the first step that counts for a rank is what they go on from",
         file=COPIES,
-        within="put_together",
+        within="ShardCopies.put_together",
         old="max",
         new="min",
         tests=(f"{SHARDED}a_step_that_counts_on_one_rank_counts_on_all",),
