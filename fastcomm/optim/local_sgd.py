@@ -380,14 +380,10 @@ class LocalSGD(LocalSteps):
         the other ranks; MismatchError, on all, naming what differs. Nothing is loaded then.
         """
         self._refuse_ended()
-        described, problem = {}, None
-        try:
-            described = self._described(state_dict)
-        except Exception as error:  # the state may be anything, and the others are to hear of it
-            problem = error
         call = f"load_state_dict() of {type(self).__name__}"
         loading = validation.Call(call, "states to load", "cannot load its state")
-        validation.compare(self.comm, problem, described, loading)
+        with validation.agreeing(self.comm, loading) as described:
+            described |= self._described(state_dict)
         interruption = None
         if self._under_way is not None:  # its buckets are to be free, and its works at rest
             interruption = self._wait_for(self._under_way)

@@ -144,8 +144,14 @@ class ShardedOptimizer(Optimizer):
         reducer = self.reducer
         model = reducer.attached_model()
         named = {name: p for name, p in reducer.named_parameters() if p.requires_grad}
-        plain, problem = None, None
-        try:
+        with validation.agreeing(reducer.comm, _MAKING) as described:
+            described |= {
+                "optimizer_class": getattr(self._class, "__qualname__", repr(self._class)),
+                "keep_gradients": self.sharding.keeps_gradients,
+                "elementwise": self.sharding.cuts,
+                "share_parameters": self.sharding.shares_parameters,
+                "overlap_gather": overlap_gather,
+            }
             shardable.refuse(self._class, self._defaults, reducer, self.sharding)
             if overlap_gather:
                 arrivals.refuse(model)
@@ -154,21 +160,9 @@ class ShardedOptimizer(Optimizer):
             param_groups.refuse(plain.param_groups, named)
             buffers = model.named_buffers() if isinstance(model, Module) else ()
             param_groups.refuse_shared_memory([*reducer.named_parameters(), *buffers])
-        except Exception as error:  # whatever the class raises: the other ranks are to hear of it
-            problem = error
-        described: dict[str, Any] = {
-            "optimizer_class": getattr(self._class, "__qualname__", repr(self._class)),
-            "keep_gradients": self.sharding.keeps_gradients,
-            "elementwise": self.sharding.cuts,
-            "share_parameters": self.sharding.shares_parameters,
-            "overlap_gather": overlap_gather,
-        }
-        if plain is not None:
             described |= param_groups.places(plain.param_groups, reducer.named_parameters())
             described |= param_groups.options(plain.param_groups)
         self._made_as = described
-        validation.compare(reducer.comm, problem, described, _MAKING)
-        assert plain is not None  # for the type checker: compare() has raised
         return plain
 
     def __repr__(self) -> str:
@@ -265,17 +259,12 @@ class ShardedOptimizer(Optimizer):
 
     def take_buckets(self, buckets: Sequence[Bucket]) -> None:
         """For the reducer: takes back the state, in these buckets. Collective."""
-        taken, problem = None, None
-        try:
+        with validation.agreeing(self.comm, _TAKING) as described:
+            described |= self._places()
             parts = self._parts_in(buckets)
             states = checkpoints.cut_all(self._aside, parts)
-            taken = parts, self._inner_of(self.param_groups, parts, states)
-        except Exception as error:  # whatever the class raises: the other ranks are to hear of it
-            problem = error
-        validation.compare(self.comm, problem, self._places(), _TAKING)
-        assert taken is not None  # for the type checker: compare() has raised
-        self._buckets, self.is_torn = buckets, False
-        self._parts, inner = taken
+            inner = self._inner_of(self.param_groups, parts, states)
+        self._buckets, self._parts, self.is_torn = buckets, parts, False
         self._aside = {p: state for p, state in self._aside.items() if p not in self._parts}
         self._use(inner)
         model = self.reducer.attached_model()
@@ -573,8 +562,7 @@ class ShardedOptimizer(Optimizer):
     @torch.no_grad()
     def _state_of_no_step(self, call: str) -> tuple[list[Part], dict[Tensor, checkpoints.State]]:
         """As the class makes it for zeros in place of the parameters, each of a zero gradient."""
-        made, problem = None, None
-        try:
+        with validation.agreeing(self.comm, _SAVING._replace(name=call)):
             parts = {p: checkpoints.of_zeros(part) for p, part in self._parts.items()}
             groups = [
                 copy.deepcopy(options_of(group)) | {"params": group["params"]}
@@ -582,12 +570,8 @@ class ShardedOptimizer(Optimizer):
             ]
             scratch = self._inner_of(groups, parts, {})
             scratch.step()
-            made = parts, {p: checkpoints.of_no_step(s) for p, s in scratch.state.items()}
-        except Exception as error:  # whatever the class raises: the other ranks are to hear of it
-            problem = error
-        validation.compare(self.comm, problem, {}, _SAVING._replace(name=call))
-        assert made is not None  # for the type checker: compare() has raised
-        return self._all_parts(made[0]), made[1]
+            states = {p: checkpoints.of_no_step(s) for p, s in scratch.state.items()}
+        return self._all_parts(parts), states
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes what state_dict() has given on this rank of as many ranks, also once
@@ -595,19 +579,13 @@ class ShardedOptimizer(Optimizer):
         as load_full_state_dict(); ValueError for another rank's part.
         """
         self._compare_places(_LOADING.name)
-        loaded, described, problem = None, {}, None
-        try:
+        with validation.agreeing(self.comm, _LOADING) as described:
             saved = checkpoints.read(state_dict, self.param_groups)
             names = {parameter: name for name, parameter in self.reducer.named_parameters()}
             fits = shardable.fitting(self._class, self.sharding)
             checkpoints.refuse(saved, self._parts, names, fits)
-            described = checkpoints.described(saved, self._parts, names)
-            loaded = self._loaded(saved)
-        except Exception as error:  # the state may be anything, and the others are to hear of it
-            problem = error
-        validation.compare(self.comm, problem, described, _LOADING)
-        assert loaded is not None  # for the type checker: compare() has raised
-        groups, inner, aside = loaded
+            described |= checkpoints.described(saved, self._parts, names)
+            groups, inner, aside = self._loaded(saved)
         checkpoints.compare(self.comm, self._all_parts(), inner.state, _LOADING.name)
         self._aside, self._is_mixed = aside, False
         for mine, theirs in zip(self.param_groups, groups, strict=True):

@@ -7,6 +7,7 @@ Every function that takes a communicator is collective, and raises the same erro
 
 from __future__ import annotations
 
+import contextlib
 import platform
 import weakref
 import zlib
@@ -271,6 +272,20 @@ def compare(
             raise MismatchError(f"the ranks attach different models: {difference}")
 
 
+@contextlib.contextmanager
+def agreeing(comm: Transport, call: Call) -> Iterator[dict[str, Any]]:
+    """Yields a dict for what the ranks compare, and raises on every rank, as compare(), what one of
+    them raises in the block.
+    """
+    described: dict[str, Any] = {}
+    problem = None
+    try:
+        yield described
+    except Exception as error:  # whatever a user's class raises: the others are to hear of it
+        problem = error
+    compare(comm, problem, described, call)
+
+
 def _in_words(problem: Exception | None) -> str | None:
     """Words it for the other ranks. Names the type where the text may say nothing by itself."""
     if problem is None:
@@ -352,12 +367,9 @@ def check_model_in_sync(
     Raises MismatchError naming the first that is not the same on all ranks. kind: the optimizer's,
     in words.
     """
-    own, problem = {}, None
-    try:
-        own = _model_in_words(model, optimizer)
-    except Exception as error:  # it may be no optimizer, and the others are to hear of it
-        problem = error
-    compare(comm, problem, {"the optimizer": kind}, CHECK_IN_SYNC)
+    with agreeing(comm, CHECK_IN_SYNC) as described:
+        described["the optimizer"] = kind
+        own = _model_in_words(model, optimizer)  # raises if it is no optimizer
     ranks = gather_objects(comm, own, CHECK_IN_SYNC.name)
     for name in dict.fromkeys(name for words in ranks for name in words):
         holders: dict[str, list[str]] = {}
