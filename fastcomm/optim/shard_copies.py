@@ -145,9 +145,11 @@ def _lay_out(segment: Tensor, tensor: KeptTensor, parameter: Parameter) -> Tenso
 
 @tellable
 class Told(NamedTuple):
-    """What a rank tells the others of its copies. See ShardCopies.
+    """What a rank tells the others of its copies.
 
+    counted: the moment of the last step that counts; None: no step has counted.
     contents: of each copy, by moment and rank at that moment.
+    has_state: whether this rank's pieces have state.
     """
 
     counted: Moment | None
@@ -156,15 +158,11 @@ class Told(NamedTuple):
 
 
 class ShardCopies:
-    """The copies that one ShardedOptimizer keeps: its own shards' and another rank's.
-
-    counted: the moment of the last step that counts; None: no step has counted.
-    has_state: whether this rank's pieces have state.
-    """
+    """The copies that one ShardedOptimizer keeps: its own shards' and another rank's."""
 
     def __init__(self) -> None:
-        self.counted: Moment | None = None
-        self.has_state = False
+        self._counted: Moment | None = None  # of the last step that counts, if one does
+        self._has_state = False  # whether this rank's pieces have any
         self._held: dict[tuple[Moment, int], _Copy] = {}  # by moment and rank at that moment
         self._spare: list[_Copy] = []  # memory that the next copies take
         self._contents: list[list[Contents]] = []  # by rank, as of the last copies
@@ -172,7 +170,7 @@ class ShardCopies:
 
     def keep(self, comm: Transport, kept: Sequence[Kept]) -> None:
         """Makes the copies of this step, which counts when this returns. Collective."""
-        self.has_state = any(one.state for one in kept)
+        self._has_state = any(one.state for one in kept)
         with called_by(_CALL):
             moment = self._begin(comm, [Contents.of(one) for one in kept])
             packed = self._room(self._contents[comm.rank], comm)
@@ -185,7 +183,7 @@ class ShardCopies:
                 _pass_on(comm, packed.data, dst, copy.data, src)
                 self._held[moment, src] = copy
             comm.barrier()  # all have theirs
-        self.counted = moment
+        self._counted = moment
         self._spare = [copy for (when, _), copy in self._held.items() if when != moment]
         self._held = {key: copy for key, copy in self._held.items() if key[0] == moment}
 
@@ -193,7 +191,7 @@ class ShardCopies:
         """Agrees with the other ranks on when this is, and lets all know what the copies have,
         where that has changed.
         """
-        meeting, last = comm.membership.number, self.counted
+        meeting, last = comm.membership.number, self._counted
         is_first = last is None or last.meeting != meeting
         has_changed = is_first or not _are_alike(self._contents[comm.rank], own)
         number = 0 if last is None or is_first else last.number + 1
@@ -227,7 +225,7 @@ class ShardCopies:
         parameters: the optimizer's, in the order of their numbers.
         """
         contents = {key: copy.contents for key, copy in self._held.items()}
-        own = Told(self.counted, contents, self.has_state)
+        own = Told(self._counted, contents, self._has_state)
         told: list[Told] = gather_objects(comm, own, _CALL)
         last = max((one.counted for one in told if one.counted is not None), default=None)
         if last is None:
@@ -246,7 +244,7 @@ class ShardCopies:
             if copy.data.numel():
                 comm.broadcast(copy.data, holder)
             _unpack(copy, parameters, whole)
-        self.counted = last  # there are copies of no later step that counts
+        self._counted = last  # there are copies of no later step that counts
         return {parameter: state for parameter, state in whole.items() if state}
 
 

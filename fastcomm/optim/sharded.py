@@ -107,13 +107,11 @@ class ShardedOptimizer(Optimizer):
         self._is_mixed = False  # the state may be of two steps
         self.may_be_late = overlap_gather and reducer.comm.has_streams
         self._arrivals: Arrivals | None = None
-        # whole, on every rank: of parameters that no bucket has, because they are frozen now.
-        # Adagrad makes some before the first step, of frozen ones, too.
-        self._aside: dict[Any, checkpoints.State] = dict(plain.state)
+        # States that every rank has whole: of frozen parameters, which no bucket has; of all while
+        # buckets change. Adagrad makes some before the first step, of frozen ones, too.
+        self._whole: dict[Any, checkpoints.State] = dict(plain.state)
         self._parts: dict[Parameter, Part] = {}
-        self._names: dict[
-            Parameter, dict[str, None]
-        ] = {}  # of what each has as its state, for recipes
+        self._names: dict[Parameter, dict[str, None]] = {}  # of what is in a state, for recipes
         self._buckets: Sequence[Bucket] = []
         self._copies: ShardCopies | None = None  # in elastic()
         self.n_rounds_counted = 0  # of the reducer, when the last step counted
@@ -131,7 +129,7 @@ class ShardedOptimizer(Optimizer):
         sharded_by = reducer.install(ShardedBy(self))
         try:
             if self.comm.membership is not None and self.comm.membership.is_rebuilt:
-                self._aside |= copies.put_together(self.comm, self._parameters())
+                self._whole |= copies.put_together(self.comm, self._parameters())
             reducer.refresh()
         except BaseException:
             reducer.remove(sharded_by)  # of what is half made
@@ -217,7 +215,7 @@ class ShardedOptimizer(Optimizer):
                 "the state of a ShardedOptimizer is of this rank's pieces: give the whole one to "
                 "load_full_state_dict()"
             )
-        self._aside, self._is_mixed = {}, False
+        self._whole, self._is_mixed = {}, False
         self._use(self._inner_of(self.param_groups, self._parts, {}))
 
     # -- the buckets -------------------------------------------------------------------------------
@@ -242,11 +240,11 @@ class ShardedOptimizer(Optimizer):
             if parameter in self._parts
         }
 
-    def set_state_aside(self) -> None:
+    def gather_state(self) -> None:
         """For the reducer: gathers the state before the buckets go. Collective."""
-        parameters = self._parameters()
-        whole = self._gather_state("refresh()") if self._buckets else {}
-        self._aside |= {parameters[i]: state for i, state in whole.items()}
+        if self._buckets:
+            parameters, whole = self._parameters(), self._full_state("refresh()")
+            self._whole |= {parameters[i]: state for i, state in whole.items()}
         if self._arrivals is not None:
             self._arrivals.end()
         self._let_go()
@@ -262,10 +260,10 @@ class ShardedOptimizer(Optimizer):
         with validation.agreeing(self.comm, _TAKING) as described:
             described |= self._places()
             parts = self._parts_in(buckets)
-            states = checkpoints.cut_all(self._aside, parts)
+            states = checkpoints.cut_all(self._whole, parts)
             inner = self._inner_of(self.param_groups, parts, states)
         self._buckets, self._parts, self.is_torn = buckets, parts, False
-        self._aside = {p: state for p, state in self._aside.items() if p not in self._parts}
+        self._whole = {p: state for p, state in self._whole.items() if p not in self._parts}
         self._use(inner)
         model = self.reducer.attached_model()
         if self.may_be_late and isinstance(model, Module):
@@ -287,7 +285,7 @@ class ShardedOptimizer(Optimizer):
                         "add_param_group() before refresh()"
                     )
                 if self.sharding.cuts:
-                    checkpoints.refuse_misfit(name, parameter, self._aside.get(parameter, {}))
+                    checkpoints.refuse_misfit(name, parameter, self._whole.get(parameter, {}))
                 parts[parameter] = Part(name, parameter, shard.spans(i), shard.pieces[i])
         return parts
 
@@ -469,8 +467,8 @@ class ShardedOptimizer(Optimizer):
             if piece is not None:
                 state = self._inner.state.get(piece.parameter, {})
                 kept.append(Kept(i, piece.begin, piece.end, piece.parameter, state))
-            elif parameter in self._aside and self.comm.rank == 0:
-                kept.append(Kept(i, 0, parameter.numel(), parameter, self._aside[parameter]))
+            elif parameter in self._whole and self.comm.rank == 0:
+                kept.append(Kept(i, 0, parameter.numel(), parameter, self._whole[parameter]))
         return kept
 
     def stand_aside(self) -> None:
@@ -501,13 +499,13 @@ class ShardedOptimizer(Optimizer):
         """
         self._compare_places("full_state_dict()")
         return {
-            "state": self._gather_state("full_state_dict()"),
+            "state": self._full_state("full_state_dict()"),
             "param_groups": checkpoints.numbered(self.param_groups),
         }
 
-    def _gather_state(self, call: str) -> dict[int, checkpoints.State]:
+    def _full_state(self, call: str) -> dict[int, checkpoints.State]:
         whole = checkpoints.gather(self.comm, self._all_parts(), self._inner.state, call)
-        return whole | self._aside_by_number()
+        return whole | self._whole_by_number()
 
     def _all_parts(self, parts: Mapping[Parameter, Part] | None = None) -> list[Part]:
         """By number; without spans for a parameter that no rank steps. parts: in place of mine."""
@@ -525,9 +523,9 @@ class ShardedOptimizer(Optimizer):
     def _places(self) -> dict[str, Any]:
         return param_groups.places(self.param_groups, self.reducer.named_parameters())
 
-    def _aside_by_number(self) -> dict[int, checkpoints.State]:
+    def _whole_by_number(self) -> dict[int, checkpoints.State]:
         numbered = enumerate(self._parameters())
-        return {i: dict(self._aside[p]) for i, p in numbered if p in self._aside}
+        return {i: dict(self._whole[p]) for i, p in numbered if p in self._whole}
 
     def load_full_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes the state of full_state_dict(), from any number of ranks, or of the plain
@@ -557,7 +555,7 @@ class ShardedOptimizer(Optimizer):
         if self._parts and not shown:  # no rank has made a step
             parts, states = self._state_of_no_step(call)
             shown = checkpoints.sharded(self.comm, parts, states, call)
-        return shown | self._aside_by_number()
+        return shown | self._whole_by_number()
 
     @torch.no_grad()
     def _state_of_no_step(self, call: str) -> tuple[list[Part], dict[Tensor, checkpoints.State]]:
@@ -585,9 +583,9 @@ class ShardedOptimizer(Optimizer):
             fits = shardable.fitting(self._class, self.sharding)
             checkpoints.refuse(saved, self._parts, names, fits)
             described |= checkpoints.described(saved, self._parts, names)
-            groups, inner, aside = self._loaded(saved)
+            groups, inner, whole = self._loaded(saved)
         checkpoints.compare(self.comm, self._all_parts(), inner.state, _LOADING.name)
-        self._aside, self._is_mixed = aside, False
+        self._whole, self._is_mixed = whole, False
         for mine, theirs in zip(self.param_groups, groups, strict=True):
             mine.update(options_of(theirs))
         self._use(inner)
@@ -596,7 +594,7 @@ class ShardedOptimizer(Optimizer):
     def _loaded(
         self, saved: checkpoints.Saved
     ) -> tuple[list[dict[str, Any]], Optimizer, dict[Parameter, checkpoints.State]]:
-        """The groups, the optimizer of this rank's pieces, and the state that is put aside, as they
+        """The groups, the optimizer of this rank's pieces, and the states that stay whole, as they
         are to be when the ranks have agreed.
         """
         groups = [
@@ -610,8 +608,8 @@ class ShardedOptimizer(Optimizer):
         mine = checkpoints.own_states(saved, pieces, keeps_new=begins_with_state)
         packed = checkpoints.numbered(inner.param_groups)
         inner.load_state_dict({"state": mine, "param_groups": packed})
-        aside = {p: copy.deepcopy(s) for p, s in saved.states.items() if p not in self._parts}
-        return groups, inner, aside
+        whole = {p: copy.deepcopy(s) for p, s in saved.states.items() if p not in self._parts}
+        return groups, inner, whole
 
 
 class GroupOptions:

@@ -426,7 +426,7 @@ class Reducer(ReducerFlags):
         now = self.named_parameters()
         stepper = self.stepper()
         if stepper is not None:
-            stepper.set_state_aside()
+            stepper.gather_state()
         self._release()
         refuse_replaced(before, now)
         try:

@@ -42,7 +42,7 @@ class Stepper(Protocol):
         this rank holds gradients that would be lost, or a state that would not fit.
         """
 
-    def set_state_aside(self) -> None:
+    def gather_state(self) -> None:
         """The buckets are about to go: gathers the optimizer's state. Collective."""
 
     def compare_state(self) -> None:
