@@ -72,12 +72,13 @@ EXTENSIONS = (
         "transports.cuda.driver",
         "transports.cuda.graphs",
         "transports.cuda.multi_tensor",
+        "transports.cuda.blocks",
     ),
     *(
         f"transports.nccl.{name}"
         for name in (
             *("library", "calls", "memory", "lane", "launches", "link"),
-            *("bucket", "communicator"),
+            *("block_wire", "bucket", "communicator"),
         )
     ),
 )
@@ -97,7 +98,7 @@ class BuildExtensionsAndKernels(build_ext):
             return  # as make asks pip: it builds in place next, and pip would build all beside it
         nvcc = find_nvcc()
         with ThreadPoolExecutor() as pool:  # beside the extensions: each is one process
-            families = ("flatten", "unflatten") if nvcc is not None else ()
+            families = ("flatten", "unflatten", "blocks") if nvcc is not None else ()
             compiling = [pool.submit(self.compile_kernels, nvcc, one) for one in families]
             super().run()
             fatbins = [compiled.result() for compiled in compiling]
@@ -115,10 +116,8 @@ class BuildExtensionsAndKernels(build_ext):
         source, fatbin = f"kernels/cuda/{family}.cu", f"kernels/cuda/{family}.fatbin"
         ingredients = (
             source,
-            *(
-                f"kernels/cuda/{name}"
-                for name in ("multi_tensor.cuh", "multi_tensor.h", "bytes.cuh", "nvcc.options")
-            ),
+            *glob("kernels/cuda/*.*h"),
+            "kernels/cuda/nvcc.options",
         )
         if os.path.exists(fatbin) and os.path.getmtime(fatbin) > max(
             map(os.path.getmtime, ingredients)

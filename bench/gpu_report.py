@@ -93,6 +93,12 @@ def _steps_of(path: Path) -> Iterator[str]:
             is_met = "met" if share <= SHARE_OF_DDP else "NOT met"
             what = f"{name}: a step's overhead, {'in bfloat16, ' if wire else ''}of DDP's over NCCL"
             yield f"| {what} | {share:.2f} | {is_met} |"
+        if "int8_ms_per_100m" in result:
+            what = (
+                f"{name}: a wire of int8 adds for each 100 M parameters, on one card at most 1 ms"
+            )
+            is_met = "met" if result["int8_ms_per_100m"] <= 1 else "NOT met"
+            yield f"| {what} | {result['int8_ms_per_100m']:.2f} ms | {is_met} |"
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -18,7 +18,7 @@ mkdir -p "$folder"
 awk 'NR == FNR { known[$1] = 1; next }
     !match($0, /arch=compute_[0-9]+/) || substr($0, RSTART + 5, RLENGTH - 5) in known' \
     <(nvcc --list-gpu-arch) kernels/cuda/nvcc.options >"$folder/nvcc.options"
-for source in flatten unflatten; do
+for source in flatten unflatten blocks; do
     log=$folder/$source.log
     nvcc --options-file "$folder/nvcc.options" -Werror all-warnings \
         -Xptxas --verbose,--warn-on-spills,--warning-as-error \

@@ -254,8 +254,9 @@ def test_wheel_holds_the_cuda_kernels_for_cupy_and_what_nvcc_makes_of_them(
             if name.startswith("fastcomm/kernels/")
         }
         compiled = archive.read("fastcomm/kernels/cuda/flatten.fatbin")
-    sources = {"flatten.cu", "unflatten.cu", "multi_tensor.cuh", "multi_tensor.h", "bytes.cuh"}
-    assert kernels == sources | {"flatten.fatbin", "unflatten.fatbin"}
+    families = {"flatten", "unflatten", "blocks"}
+    headers = {"multi_tensor.cuh", "multi_tensor.h", "bytes.cuh", "blocks.h"}
+    assert kernels == headers | {f"{one}.{kind}" for one in families for kind in ("cu", "fatbin")}
     assert b"code=[sm_80,compute_80]" in compiled and b"code=sm_90" in compiled
 
 

@@ -110,7 +110,8 @@ class Reducer(ReducerFlags):
         what was reduced before is reduced once more.
     wire_dtype: reduce gradients in this dtype; they keep their own. torch.bfloat16, torch.float16;
         over NCCL also torch.float8_e4m3fn, in which infinities become 448, and torch.float8_e5m2;
-        between hosts torch.int8 and torch.float8_e4m3fn, with a scale for every 256 elements.
+        with a scale for every 256 elements, over NCCL and between hosts torch.int8, and between
+        hosts torch.float8_e4m3fn.
     error_feedback: between hosts, add to the next round what wire_dtype has dropped in this one.
     streams: over NCCL, how many communicators, each with a stream of its own, take turns at the
         buckets. No effect on the CPU.

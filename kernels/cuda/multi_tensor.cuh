@@ -94,6 +94,10 @@ MT_INLINE uint16_t mt_brain_of_float(float value) {
     asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(brain) : "f"(value));
     return brain;
 }
+/* Rounded by itself: not fused with an addition, which would change the sum's bits. */
+MT_INLINE float mt_product(float a, float b) {
+    return __fmul_rn(a, b);
+}
 #endif
 
 MT_INLINE float mt_widen(f32 x) {
@@ -344,6 +348,14 @@ struct mt_tile_walk {
 };
 
 /* ---- the frame around the lanes ---- */
+
+#ifndef MT_LANES_ARE_ALONE /* else in host_shim.h */
+/* The largest of what the lanes of a warp have. `of` tells what another lane has, where lanes run
+ * one after the other. */
+template <class Of> MT_INLINE uint32_t mt_most_in_warp(uint32_t own, const Of &) {
+    return __reduce_max_sync(~0u, own);
+}
+#endif
 
 #ifndef MT_KERNEL /* else in host_shim.h */
 

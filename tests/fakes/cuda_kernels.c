@@ -5,6 +5,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "cuda/blocks.h"
 #include "cuda/multi_tensor.h"
 #include "cuda_order.h"
 
@@ -64,10 +65,32 @@ static void use_tiles(size_t stream, const char *name, const struct sides *sides
     free(ranges);
 }
 
+/* The kernels of blocks.cu. parameters: the values, the blocks, how many blocks a row has, and how
+ * many values there are; but for decode the bits that tell which are covered; for add the number of
+ * rows. */
+static void use_blocks(size_t stream, const char *name, void **parameters) {
+    const bool encodes = strncmp(name, "encode", strlen("encode")) == 0;
+    const bool adds = strncmp(name, "add", strlen("add")) == 0;
+    const size_t n_blocks = *(const uint32_t *)parameters[2];
+    const size_t numel = *(const uint64_t *)parameters[3], whole = n_blocks * BLOCK_NUMEL;
+    const size_t n_rows = adds ? *(const int *)parameters[5] : 1;
+    const size_t n_words = (numel + 31) / 32; /* of bits, which decode does not read */
+    const struct range ranges[] = {
+        {*(void **)parameters[0], (numel < whole ? numel : whole) * sizeof(float), !encodes},
+        {*(void **)parameters[1], n_rows * n_blocks * sizeof(struct coded_block), encodes},
+        {encodes || adds ? *(void **)parameters[4] : NULL, n_words * sizeof(uint32_t), false},
+    };
+    stand_in_use(stream, name, ranges, encodes || adds ? 3 : 2);
+}
+
 /* parameters: the tensors' addresses, their tiles and how many; but for norm the flat buffer and
  * the scale; for flatten the scale's divisor, for the others the statistics and the count of blocks
  * that are done. */
 void order_kernel(size_t stream, const char *name, unsigned n_blocks, void **parameters) {
+    if (strstr(name, "_blocks") != NULL) {
+        use_blocks(stream, name, parameters);
+        return;
+    }
     char pass[16], first[TYPE_BYTES], second[TYPE_BYTES];
     int n_parts = sscanf(name, "%15[a-z]_%7[a-z0-9]_%7[a-z0-9]", pass, first, second);
     bool flattens = n_parts == 3 && strcmp(pass, "flatten") == 0;

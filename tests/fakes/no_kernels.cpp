@@ -1,5 +1,4 @@
-/* The kernels of flatten.cu and unflatten.cu by their names, which do nothing: what a launch takes
- * is then the host's own. */
+/* The kernels by their names, which do nothing: what a launch takes is then the host's own. */
 #include "cuda/multi_tensor.cuh"
 
 #define NOTHING(NAME)                                                                              \
@@ -11,3 +10,4 @@
 #define NO_NORM(GRAD, CAPACITY) NOTHING(norm_##GRAD##_##CAPACITY)
 MT_PAIRS(NO_PAIR)
 MT_GRADS(NO_NORM)
+NOTHING(encode_blocks) NOTHING(add_blocks) NOTHING(decode_blocks)

@@ -25,6 +25,7 @@ from typing import Any
 _ROOT = Path(__file__).resolve().parent.parent.parent
 _SOURCES = Path(__file__).resolve().parent
 _KERNELS = _ROOT / "kernels"
+_FAMILIES = ("flatten", "unflatten", "blocks")  # of kernels
 _BUILT = _ROOT / "build" / "tests"
 _SHARED = ("-O2", "-Wall", "-Wextra", "-Werror", "-fPIC", "-shared")
 _C = (
@@ -89,7 +90,7 @@ def host_kernels_compiler() -> tuple[str | Path, ...]:
 
 def kernels_command() -> tuple[str | Path, ...]:
     """Compiles the kernels as plain C++."""
-    return (*_CXX, _KERNELS / "cuda/flatten.cu", _KERNELS / "cuda/unflatten.cu")
+    return (*_CXX, *(_KERNELS / f"cuda/{family}.cu" for family in _FAMILIES))
 
 
 def environment(libraries: StandIns) -> dict[str, str]:
@@ -110,7 +111,7 @@ def _no_fatbins() -> str:
     """
     folder = _BUILT / "kernels"
     folder.mkdir(parents=True, exist_ok=True)
-    for family in ("flatten", "unflatten"):
+    for family in _FAMILIES:
         mine = folder / f"{family}.{os.getpid()}"
         mine.write_bytes(b"for the stand-in")
         mine.rename(folder / f"{family}.fatbin")  # at once: others may be reading it

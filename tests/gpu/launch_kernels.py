@@ -1,6 +1,6 @@
 """Launches every kernel on small inputs, for compute-sanitizer (see ci/gpu.sh): each pair of dtypes
 in both directions, with few tensors and with many, aligned and not, each in memory of its own so
-that a step beyond it is seen.
+that a step beyond it is seen; and those of the wire of 8 bits.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
 
 import torch
 
+from fastcomm.transports.cuda.blocks import BlockKernels, covered_bits
 from fastcomm.transports.cuda.driver import Device
 from fastcomm.transports.cuda.multi_tensor import WIRE_DTYPES, MultiTensor
 
@@ -49,6 +50,15 @@ def main() -> int:
                 launch(numels, tensors, flat, device)
                 torch.cuda.synchronize()
                 n_launches += 4
+    kernels = BlockKernels(device)
+    for numel in FEW:
+        values = torch.ones(numel, device=place)
+        covered = covered_bits(numel, [numel], [0]).to(place)
+        blocks = torch.cat([kernels.encode(values, covered) for _ in range(3)])
+        kernels.add(values, covered, blocks, 1)
+        kernels.decode(values, blocks[: len(blocks) // 3])
+        torch.cuda.synchronize()
+        n_launches += 5
     print(f"{n_launches} launches")
     return 0
 

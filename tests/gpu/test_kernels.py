@@ -8,7 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from fastcomm.transports.cuda.blocks import BlockKernels, covered_bits
 from fastcomm.transports.cuda.multi_tensor import WIRE_DTYPES, MultiTensor
+from fastcomm.transports.group.wire import BLOCK, Wire
 from tests.gpu import (
     DEVICE,
     ids,
@@ -93,3 +95,27 @@ def test_statistics_are_the_same_to_the_bit_every_time(comm):
         multi_tensor.norm(tensors)
         found.add(multi_tensor.square_sum.item())
     assert len(found) == 1
+
+
+@pytest.mark.parametrize("bad", [0.0, float("nan")])
+@pytest.mark.parametrize("own", range(3))
+def test_blocks_have_the_bits_that_they_have_between_hosts(comm, own, bad):
+    torch.manual_seed(0)
+    rows = torch.randn(3, 100 * BLOCK) * 10.0 ** (torch.arange(100 * BLOCK) // BLOCK % 9 - 4)
+    rows[1, 1000] = bad
+    wire = Wire(torch.int8, error_feedback=False)
+    coded = wire.rows_for(3, rows.shape[1])
+    for i, row in enumerate(rows):
+        wire.encode(i, row, coded[i])
+    total = wire.reduce(coded, rows.clone(), own, "sum")
+    wire.encode(own, total, coded[own])
+    wire.decode(coded[own], total)
+
+    kernels = BlockKernels(comm.cuda)
+    covered = covered_bits(rows.shape[1], [rows.shape[1]], [0]).to(DEVICE)
+    on_device = rows.to(DEVICE)
+    values = on_device[own].clone()
+    blocks = torch.cat([kernels.encode(row, covered) for row in on_device])
+    kernels.add(values, covered, blocks, own)
+    kernels.decode(values, kernels.encode(values, covered))
+    assert torch.equal(values.cpu().nan_to_num(nan=7e9), total.nan_to_num(nan=7e9))

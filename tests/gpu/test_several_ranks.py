@@ -70,6 +70,7 @@ TOLERANCES = {
     torch.bfloat16: (2e-2, 2e-2),
     torch.float16: (2e-3, 2e-3),
     torch.float8_e5m2: (0.2, 0.2),
+    torch.int8: (2e-2, 2e-2),
 }
 
 

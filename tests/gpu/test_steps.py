@@ -85,7 +85,9 @@ def capture_step(model: nn.Module, x: Tensor) -> torch.cuda.CUDAGraph:
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {**MANY_BUCKETS, "wire_dtype": torch.bfloat16}], ids=["views", "bfloat16 wire"]
+    "options",
+    [{}, *({**MANY_BUCKETS, "wire_dtype": wire} for wire in (torch.bfloat16, torch.int8))],
+    ids=["views", "bfloat16 wire", "int8 wire"],
 )
 def test_a_captured_training_step_gives_the_parameters_of_eager_ones(comm, options):
     captured, eager = mlp(), mlp()

@@ -1,6 +1,6 @@
-/* Drives the kernels (kernels/cuda/flatten.cu, unflatten.cu), compiled for the host, without
- * Python, so that they can run under the sanitizers: lane by lane, or with -DFASTCOMM_EMULATED with
- * their own frames.
+/* Drives the kernels (kernels/cuda/flatten.cu, unflatten.cu, blocks.cu), compiled for the host,
+ * without Python, so that they can run under the sanitizers: lane by lane, or with
+ * -DFASTCOMM_EMULATED with their own frames.
  *
  *     driver [<blocks> <threads of a block>]
  *
@@ -8,6 +8,7 @@
  * and flat buffer to each other; a tensor ends where its memory ends, so that AddressSanitizer sees
  * an access behind it. Results are compared with a reference that decodes and rounds numbers by
  * arithmetic in double, not by their bits. Exits with 1 at the first difference. */
+#include "cuda/blocks.h"
 #include "pairs.h"
 
 #include <algorithm>
@@ -250,8 +251,49 @@ void check_pair(const char *name, const format &grad, const format &wire, kernel
     check_statistics(name, grads, stats[0], ticket);
 }
 
+void call_blocks(kernel *call, std::vector<void *> arguments) {
+    call(n_blocks, n_threads, arguments.data());
+#ifdef FASTCOMM_EMULATED
+    if (emulator_error()) {
+        fprintf(stderr, "%s\n", emulator_error());
+        exit(1);
+    }
+#endif
+}
+
+/* Two ranks' values there and back; everything ends where its memory ends. */
+void check_blocks(kernel *encode, kernel *add, kernel *decode) {
+    for (uint64_t numel : {1, 130, 256, 257, 3000}) {
+        uint32_t n = (uint32_t)(numel + BLOCK_NUMEL - 1) / BLOCK_NUMEL;
+        std::vector<uint32_t> covered((numel + 31) / 32, ~0u);
+        std::vector<float> first(numel), second(numel);
+        for (uint64_t i = 0; i < numel; i++) {
+            first[i] = (float)(i % 201) - 100;
+            second[i] = (float)(i % 127) / 2;
+        }
+        std::vector<coded_block> rows(2 * n), sum(n);
+        const uint32_t *bits = covered.data();
+        float *values[] = {first.data(), second.data()};
+        coded_block *row[] = {rows.data(), rows.data() + n, sum.data()};
+        int n_rows = 2, own = 1, op = 0;
+        for (int rank = 0; rank < 2; rank++) {
+            call_blocks(encode, {&values[rank], &row[rank], &n, &numel, &bits});
+        }
+        call_blocks(add, {&values[1], &row[0], &n, &numel, &bits, &n_rows, &own, &op});
+        call_blocks(encode, {&values[1], &row[2], &n, &numel, &bits});
+        call_blocks(decode, {&values[1], &row[2], &n, &numel});
+        for (uint64_t i = 0; i < numel; i++) {
+            const double expected = first[i] + (float)(i % 127) / 2;
+            if (!(std::fabs(second[i] - expected) <= (100 + 163) / 127.0)) {
+                fail("blocks", numel, i, second[i], expected);
+            }
+        }
+    }
+}
+
 } // namespace
 
+extern "C" kernel MT_ON_HOST(encode_blocks), MT_ON_HOST(add_blocks), MT_ON_HOST(decode_blocks);
 #define DECLARE_PAIR(GRAD, WIRE, CAPACITY)                                                         \
     extern "C" kernel MT_ON_HOST(flatten_##GRAD##_##WIRE##_##CAPACITY),                            \
         MT_ON_HOST(unflatten_##WIRE##_##GRAD##_##CAPACITY);
@@ -278,5 +320,6 @@ int main(int argc, char **argv) {
         }                                                                                          \
     }
     MT_PAIRS(CHECK_PAIR)
+    check_blocks(MT_ON_HOST(encode_blocks), MT_ON_HOST(add_blocks), MT_ON_HOST(decode_blocks));
     printf("kernels: %d pairs of dtypes and capacities\n", n_kernels);
 }

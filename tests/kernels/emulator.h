@@ -78,6 +78,15 @@ template <class T> T __shfl_down_sync(unsigned mask, T value, unsigned distance)
     return value;
 }
 
+inline uint32_t __reduce_max_sync(unsigned mask, uint32_t value) {
+    for (unsigned distance = 16; distance > 0; distance /= 2) {
+        const unsigned other = (threadIdx.x % 32) ^ distance;
+        const uint32_t its = (uint32_t)emulator_shuffle(mask, value, other);
+        value = its > value ? its : value;
+    }
+    return value;
+}
+
 template <class... Parameters, size_t... I>
 void emulator_launch(void (*kernel)(Parameters...), unsigned n_blocks, unsigned n_threads,
                      void **parameters, std::index_sequence<I...>) {

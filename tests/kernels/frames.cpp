@@ -3,6 +3,7 @@
  * as cuLaunchKernel takes them. */
 #include "pairs.h"
 
+#include "cuda/blocks.cu"
 #include "cuda/flatten.cu"
 #include "cuda/unflatten.cu"
 
@@ -15,3 +16,4 @@
 #define DEFINE_NORM(GRAD, CAPACITY) DEFINE(norm_##GRAD##_##CAPACITY)
 MT_PAIRS(DEFINE_PAIR)
 MT_GRADS(DEFINE_NORM)
+DEFINE(encode_blocks) DEFINE(add_blocks) DEFINE(decode_blocks)

@@ -63,6 +63,10 @@ MT_INLINE uint16_t mt_brain_of_float(float value) {
     return (uint16_t)((bits + 0x7fffu + (bits >> 16 & 1u)) >> 16);
 }
 
+MT_INLINE float mt_product(float a, float b) {
+    return a * b; /* the compiler is told not to contract, or does not optimise */
+}
+
 #ifdef FASTCOMM_BYTE_INSTRUCTIONS
 /* The instructions that convert to and from 8 bits, by the rules of the PTX ISA and by arithmetic,
  * which shares nothing with the kernels' own conversions. */
@@ -114,6 +118,15 @@ inline uint32_t mt_halves_of_e4m3s(uint16_t bytes) {
 
 /* What a program that is compiled with either calls a kernel by. */
 #define MT_ON_HOST(NAME) NAME
+
+#define MT_LANES_ARE_ALONE
+
+template <class Of> uint32_t mt_most_in_warp(uint32_t own, const Of &of) {
+    for (uint32_t lane = 0; lane < 32; lane++) {
+        own = own < of(lane) ? of(lane) : own;
+    }
+    return own;
+}
 
 /* The lanes of all warps that have a tile, in order. */
 template <class Run>

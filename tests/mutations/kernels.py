@@ -9,11 +9,13 @@ PATHS = "kernels/shm/paths.c"
 REDUCE = "kernels/shm/reduce.c"
 REDUCE_16BIT = "kernels/shm/reduce_16bit.c"
 MULTI_TENSOR = "kernels/cuda/multi_tensor.cuh"
+BLOCKS = "kernels/cuda/blocks.cu"
 
 QUICK_DRIVER = ("tests/transports/shm/test_core.py::test_driver[threads-quick]",)
 CORE = "tests/transports/shm/test_core.py"
 KERNELS = "tests/kernels/test_kernels.py"
 FRAMES = "tests/kernels/test_frames.py"
+BLOCK_TESTS = "tests/kernels/test_blocks.py"
 RACES = f"{FRAMES}::test_lanes_and_blocks_do_not_race"
 
 MUTATIONS = (
@@ -435,5 +437,29 @@ MUTATIONS = (
         old=("gridDim.x - 1;\n        __threadfence();"),
         new="gridDim.x - 1;",
         tests=(RACES,),
+    ),
+    Mutation(
+        name="kernels: what lies between gradients reaches the scale of their block",
+        file=BLOCKS,
+        within="load_part",
+        old="bits >> i & 1u ? pack.element[i] : 0;",
+        new="bits >> i & 1u ? pack.element[i] : pack.element[i];",
+        tests=(BLOCK_TESTS,),
+    ),
+    Mutation(
+        name="kernels: an infinity leaves its block finite",
+        file=BLOCKS,
+        within="scale_of",
+        old="largest >= 0x7f800000u",
+        new="largest > 0x7f800000u",
+        tests=(BLOCK_TESTS,),
+    ),
+    Mutation(
+        name="kernels: every lane has a scale of its own",
+        file=MULTI_TENSOR,
+        within="mt_most_in_warp",
+        old="return __reduce_max_sync(~0u, own);",
+        new="return own;",
+        tests=(BLOCK_TESTS,),
     ),
 )

@@ -16,7 +16,10 @@ MEMORY = "fastcomm/transports/nccl/memory.pyx"
 MULTI_TENSOR = "fastcomm/transports/cuda/multi_tensor.pyx"
 GRAPHS = "fastcomm/transports/cuda/graphs.pyx"
 
+BLOCK_WIRE = "fastcomm/transports/nccl/block_wire.pyx"
+
 LAUNCH_TESTS = "tests/transports/nccl/test_launches.py"
+BLOCK_WIRE_TESTS = "tests/transports/nccl/test_block_wire.py"
 ABANDON_TESTS = "tests/transports/nccl/test_abandon.py"
 ENDING_TESTS = "tests/transports/nccl/test_ending.py"
 KEPT = (
@@ -336,5 +339,21 @@ MUTATIONS = (
         old="self.launches.number > self.n_kept",
         new="True",
         tests=_LATE,
+    ),
+    Mutation(
+        name="nccl: in 8 bits a rank sends its own part in place of the sum",
+        file=BLOCK_WIRE,
+        within="BlockWire.reduce_on",
+        old="self.kernels.encode_on(stream, own, self.coded + self.rank * n,",
+        new="self.kernels.encode_on(stream, own, self.received + self.rank * n,",
+        tests=(BLOCK_WIRE_TESTS,),
+    ),
+    Mutation(
+        name="nccl: in 8 bits the used mask is not reduced",
+        file=BLOCK_WIRE,
+        within="BlockWire.reduce_on",
+        old="code = call_all(gathering, 2, comm, stream, failed)",
+        new="code = call_all(gathering, 1, comm, stream, failed)",
+        tests=(BLOCK_WIRE_TESTS,),
     ),
 )

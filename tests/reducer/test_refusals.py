@@ -59,10 +59,13 @@ def test_error_feedback_is_refused_where_there_is_nothing_to_feed_back(comm):
 
 
 @on_ranks(2)
-def test_wires_with_a_scale_for_each_block_are_those_of_several_hosts(comm):
-    if comm.backend in ("shm", "nccl"):
-        with pytest.raises(ValueError, match=rf"over {comm.backend}, wire_dtype must.*torch.int8$"):
+def test_wires_that_a_transport_has_no_use_for_are_refused(comm):
+    if comm.backend == "shm":
+        with pytest.raises(ValueError, match=r"over shm, wire_dtype must.*torch.int8$"):
             fastcomm.Reducer(comm, wire_dtype=torch.int8)
+    elif comm.backend == "nccl":
+        with pytest.raises(ValueError, match=r"over nccl, error_feedback=True is not possible"):
+            fastcomm.Reducer(comm, wire_dtype=torch.int8, error_feedback=True)
     else:
         with pytest.raises(ValueError, match=rf"over {comm.backend}, wire_dtype.*float8_e5m2$"):
             fastcomm.Reducer(comm, wire_dtype=torch.float8_e5m2)

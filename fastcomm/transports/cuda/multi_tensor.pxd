@@ -24,6 +24,8 @@ cdef struct Kernel:
     CUfunction function
     unsigned int n_blocks
 
+cdef Kernel kernel_for(Device device, size_t n_tiles, str name) except *
+
 # One launch's worth of tensors.
 cdef struct Part:
     const void *tiles
@@ -46,7 +48,6 @@ cdef class MultiTensor:
     cdef size_t n_parts
     cdef void **addresses  # by tensor, with room to the end of the last part's parameter
     cdef _make_part(self, size_t i, size_t first, size_t end, table)
-    cdef Kernel _kernel(self, uint32_t n_tiles, str name) except *
     cdef _make_stats(self)
     cdef void *_flat_data(self, flat) except? NULL
     cdef int flatten_on(self, CUstream stream, void *flat, double scale,

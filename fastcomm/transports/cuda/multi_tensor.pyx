@@ -15,7 +15,6 @@ import torch
 
 from fastcomm.errors import InitError
 
-from libc.stdint cimport uint32_t
 from libc.stdlib cimport calloc, free
 
 from fastcomm.transports.cuda.driver cimport (
@@ -99,21 +98,9 @@ cdef class MultiTensor:
         grad, wire = NAMES[self.dtype], NAMES[self.flat_dtype]
         names = (f"flatten_{grad}_{wire}", f"unflatten_{wire}_{grad}", f"norm_{grad}")
         for which, name in enumerate(names):  # by Pass
-            part.kernels[<int>which] = self._kernel(part.n_tiles, f"{name}_{capacity}")
-
-    cdef Kernel _kernel(self, uint32_t n_tiles, str name) except *:
-        """Takes as many blocks as run at the same time, so that all warps have the same number of
-        tiles, or one less.
-        """
-        cdef Kernel found
-        cdef int resident = 0
-        found.function = <CUfunction><size_t>kernel(self.device, name)
-        with nogil:
-            check(driver.resident_blocks(&resident, found.function, 32 * MT_WARPS, 0),
-                  b"cuOccupancyMaxActiveBlocksPerMultiprocessor")
-        found.n_blocks = min((n_tiles + MT_WARPS - 1) // MT_WARPS,
-                             self.device.n_multiprocessors * max(resident, 1))
-        return found
+            part.kernels[<int>which] = kernel_for(
+                self.device, part.n_tiles, f"{name}_{capacity}"
+            )
 
     cdef _make_stats(self):
         cdef size_t i
@@ -276,7 +263,10 @@ def tiles_of(numels, offsets):
 
 # ---- the kernels ---------------------------------------------------------------------------------
 
-FAMILIES = ("flatten", "unflatten")  # files of kernels/cuda/; the norm kernels are in the second
+cdef dict FAMILIES = {  # by how a kernel's name begins, its file in kernels/cuda/
+    "flatten": "flatten", "unflatten": "unflatten", "norm": "unflatten",
+    "encode": "blocks", "add": "blocks", "decode": "blocks",
+}
 cdef dict _kernels = {}  # (device index, name) -> CUfunction as an integer
 cdef dict _modules = {}  # (device index, family) -> Module or _Compiled
 
@@ -287,12 +277,27 @@ def kernel(Device device, str name):
     """
     address = _kernels.get((device.index, name))
     if address is None:
-        family = "flatten" if name.startswith("flatten") else "unflatten"
+        family = FAMILIES[name.partition("_")[0]]
         module = _modules.get((device.index, family))
         if module is None:
             module = _modules[device.index, family] = _load_module(device, family)
         address = _kernels[device.index, name] = module.function(name)
     return address
+
+
+cdef Kernel kernel_for(Device device, size_t n_tiles, str name) except *:
+    """Takes as many blocks as run at the same time, so that all warps have the same number of
+    tiles, or one less. The device is selected.
+    """
+    cdef Kernel found
+    cdef int resident = 0
+    found.function = <CUfunction><size_t>kernel(device, name)
+    with nogil:
+        check(driver.resident_blocks(&resident, found.function, 32 * MT_WARPS, 0),
+              b"cuOccupancyMaxActiveBlocksPerMultiprocessor")
+    found.n_blocks = min((n_tiles + MT_WARPS - 1) // MT_WARPS,
+                         device.n_multiprocessors * max(resident, 1))
+    return found
 
 
 cdef _load_module(Device device, family):

@@ -18,6 +18,7 @@ from fastcomm.transports.cuda.driver cimport CUcontext, CUevent, CUstream, Produ
 from fastcomm.transports.cuda.multi_tensor cimport MultiTensor
 from fastcomm.comm.gathering cimport GatheringBucket
 from fastcomm.comm.gradient_slot cimport GradientSlot
+from fastcomm.transports.nccl.block_wire cimport BlockWire
 from fastcomm.transports.nccl.calls cimport (
     ALL_REDUCE, REDUCE_SCATTER_V, Call, Kind, call_all, reduce_scatter_v,
 )
@@ -87,7 +88,8 @@ cdef class NcclBucket(GatheringBucket):
     """A flat buffer, the slots of the gradients in it, and its wire. The host launches once per
     round.
 
-    bounds: see Communicator.bind_bucket.
+    bounds: see Communicator.bind_bucket. blocks: what reduces the wire, a float32 one, by bytes; or
+        None. Then there are no bounds.
     """
 
     cdef readonly NcclBucketWork posted  # see BoundBucket.posted
@@ -99,7 +101,8 @@ cdef class NcclBucket(GatheringBucket):
     cdef object wire
     cdef void *wire_address
     cdef object token  # whose address the last of `gathering.addresses` is
-    cdef Call *calls  # of a launch
+    cdef BlockWire blocks
+    cdef Call *calls  # of a launch without them
     cdef size_t n_calls
     cdef UsedMask used_mask
     cdef MultiTensor gathering, scattering, measuring
@@ -109,10 +112,10 @@ cdef class NcclBucket(GatheringBucket):
 
     def __cinit__(
         self, Link link, flat, list views, list offsets, wire, uint32_t label, int lane,
-        tuple bounds,
+        tuple bounds, BlockWire blocks,
     ):
         cdef size_t n = len(views)
-        self.link, self.wire = link, wire
+        self.link, self.wire, self.blocks = link, wire, blocks
         self.lane = link.lane(lane)
         self.in_flight = self._new_record(
             ALL_REDUCE if bounds is None else REDUCE_SCATTER_V, label
@@ -160,6 +163,8 @@ cdef class NcclBucket(GatheringBucket):
         cdef InFlight in_flight = self.link.launches.new_record()
         in_flight.kind, in_flight.label = kind, label
         in_flight.dtype, in_flight.numel = self.wire.dtype, self.wire.numel()
+        if self.blocks is not None:
+            in_flight.dtype = torch.int8
         return in_flight
 
     cdef int _prepare_scattering(self, list numels, list offsets, tuple bounds) except -1:
@@ -283,6 +288,7 @@ cdef class NcclBucket(GatheringBucket):
         """
         cdef void *wire = self.wire_address
         cdef bint scatters = self.scattering is not None, is_in_place = not self.kept
+        cdef bint is_in_blocks = self.blocks is not None
         cdef CUstream stream = self.lane.stream.handle
         cdef CUevent gathered = NULL, began = NULL, ended = NULL
         cdef CUcontext before
@@ -304,7 +310,10 @@ cdef class NcclBucket(GatheringBucket):
                 if flattens and is_in_place:  # scaled here: ncclAvg would turn NVLink SHARP off
                     self.gathering.flatten_on(stream, wire, scale, divisor)
                 _record(began, stream)
-                code = call_all(self.calls, self.n_calls, self.lane.comm, stream, failed)
+                if is_in_blocks:
+                    code = self.blocks.reduce_on(stream, self.lane.comm, op, failed)
+                else:
+                    code = call_all(self.calls, self.n_calls, self.lane.comm, stream, failed)
                 if code != ncclSuccess:
                     return code
                 if scatters:

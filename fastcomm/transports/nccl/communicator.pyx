@@ -14,7 +14,7 @@ import torch
 from fastcomm.comm.coalesced import checked_together, sizes
 from fastcomm.comm.collective import (
     WIRE_DTYPES, addends_of_mean, as_pairs, canonical_op, check_numel, check_out, check_root,
-    is_wrapper, mean_of_addends, refuse_error_feedback, refuse_tensor, shard_of,
+    is_wrapper, mean_of_addends, real_numel, refuse_error_feedback, refuse_tensor, shard_of,
 )
 from fastcomm.comm.abandonment import is_abandoned_already, leave_backward
 from fastcomm.comm.parts import exchanged, rooted
@@ -22,6 +22,7 @@ from fastcomm.comm.transport import Transport
 from fastcomm.errors import FastcommError
 from fastcomm.transports.cuda.clock import Mark
 from fastcomm.transports.nccl import rounds
+from fastcomm.transports.nccl.block_wire import BlockWire
 from fastcomm.transports.nccl.bucket import NcclBucket
 
 cimport cython
@@ -145,7 +146,7 @@ cdef class NcclCommunicator:
     is_threadsafe = feeds_back_errors = has_common_memory = announces = carries_votes = False
     adds_in_rank_order = False
     crosses_network = False
-    wire_dtypes = (*WIRE_DTYPES, *FP8)
+    wire_dtypes = (*WIRE_DTYPES, *FP8, torch.int8)
     __enter__, __exit__ = Transport.__enter__, Transport.__exit__
     rebuild, split = Transport.rebuild, Transport.split
     send, recv, end_channels = Transport.send, Transport.recv, Transport.end_channels
@@ -258,11 +259,16 @@ cdef class NcclCommunicator:
     ):
         """Collective, where NCCL registers memory as windows. Raises TypeError for dtypes without a
         kernel, or that NCCL does not reduce; InitError without kernels.
+
+        A wire of int8 has a scale for each block, and leaves the whole result whatever the bounds.
         """
+        cdef bint is_in_blocks = wire_dtype is torch.int8
         self.link.check_usable()
         if error_feedback:
             refuse_error_feedback(self.backend)
-        wire = flat
+        wire, blocks = flat, None
+        if is_in_blocks:
+            wire_dtype, bounds = torch.float32, None
         if wire_dtype is not None and wire_dtype is not flat.dtype:
             dtype_number(wire_dtype)
             is_fp8 = wire_dtype in FP8 and flat.is_cuda
@@ -273,7 +279,10 @@ cdef class NcclCommunicator:
             # as bytes: torch has no kernels for some dtypes of one byte
             wire.view(torch.uint8).zero_()
         dtype_number(wire.dtype)
-        return NcclBucket(self.link, flat, views, offsets, wire, label, lane, bounds)
+        if is_in_blocks:
+            numels = [real_numel(view) for view in views]
+            blocks = BlockWire(self.link, wire, numels, offsets, self.empty)
+        return NcclBucket(self.link, flat, views, offsets, wire, label, lane, bounds, blocks)
 
     def make_window(self, flat, *, uint32_t label):
         """The copy engines gather windows only. Does nothing in a capture."""

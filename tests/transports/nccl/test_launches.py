@@ -315,8 +315,8 @@ def _capture(place, mode, streams, wire_dtype):
 @pytest.mark.parametrize("mode", [BEGIN_GLOBAL, BEGIN_THREAD_LOCAL], ids=["global", "thread local"])
 @pytest.mark.parametrize(
     "streams, wire_dtype",
-    [(1, None), (2, torch.bfloat16)],
-    ids=["one lane", "two lanes and a cast"],
+    [(1, None), (2, torch.bfloat16), (2, torch.int8)],
+    ids=["one lane", "two lanes and a cast", "two lanes and blocks"],
 )
 def test_a_step_can_be_captured_and_the_communicator_outlives_its_graphs(mode, streams, wire_dtype):
     stand_in_values(2, _capture, mode, streams, wire_dtype)

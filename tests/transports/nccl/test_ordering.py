@@ -50,8 +50,14 @@ def _train(place, options):
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"streams": 2}, {"wire_dtype": torch.bfloat16}, {"overlap": False}],
-    ids=["as it is", "two lanes", "cast", "at the end"],
+    [
+        {},
+        {"streams": 2},
+        {"wire_dtype": torch.bfloat16},
+        {"wire_dtype": torch.int8, "streams": 2},
+        {"overlap": False},
+    ],
+    ids=["as it is", "two lanes", "cast", "in blocks", "at the end"],
 )
 def test_training_is_ordered(options):
     stand_in_values(2, _train, options)
