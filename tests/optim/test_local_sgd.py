@@ -161,6 +161,7 @@ def test_a_sync_of_all_is_in_between_the_others(comm):
     [
         ("shm", torch.bfloat16),
         ("nccl", torch.bfloat16),
+        ("nccl", torch.int8),
         ("group", torch.int8),
         ("hierarchical", torch.int8),
     ],

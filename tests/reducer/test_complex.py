@@ -89,7 +89,7 @@ def test_gradients_are_those_of_one_process(comm, op, buckets):
 @on_ranks(2)
 def test_narrow_wires_carry_both_parts(comm):
     rounding = {torch.bfloat16: 2**-7, torch.float16: 2**-9}
-    if comm.backend in ("group", "hierarchical"):
+    if torch.int8 in comm.wire_dtypes:
         rounding[torch.int8] = 2**-5  # of the largest in a block
     wanted = expected(range(2), [0.5, 0.5])
     for wire_dtype, error in rounding.items():
