@@ -32,6 +32,7 @@ from torch.distributed import (  # type: ignore[attr-defined]
 from fastcomm.comm import messages
 from fastcomm.errors import FastcommError, InitError, PeerLostError, TimeoutError
 from fastcomm.launching import launchers
+from fastcomm.launching.asking import ANSWER_S, Asked, answer_of
 
 _POLL_S, _LONGEST_POLL_S = 0.002, 0.05
 # Among more ranks than these, rank 0 collects the values: the store has 2 N to give, not N * N.
@@ -98,7 +99,7 @@ class StoreBootstrap:
         self.name = f"rank {self.names[rank]}"
         self._look_at_peers = look
         self._pass_on = pass_on
-        self._store = store
+        self._store, self._asked = store, Asked(store, timeout.total_seconds())
         self.timeout = timeout
         self._n_exchanges = 0
         self._exchange = ""  # the name of the newest
@@ -111,7 +112,7 @@ class StoreBootstrap:
                 "and every run a port or file of its own (delete a file that an earlier run has "
                 "left behind)"
             )
-        agreed = text_of(self._store.compare_set("world_size", "", str(self.world_size)))
+        agreed = text_of(self._asked.compare_set("world_size", "", str(self.world_size)))
         if agreed != str(self.world_size):
             theirs = f"another rank with {agreed}"
             self._refuse(f"{self.name} was started with world_size {self.world_size}, {theirs}")
@@ -121,14 +122,14 @@ class StoreBootstrap:
         more.
         """
         key, own = f"claim/{self.rank}", json.dumps([os.getpid(), host_identity()])
-        first = text_of(self._store.compare_set(key, "", own))
+        first = text_of(self._asked.compare_set(key, "", own))
         if first == own:
             return True
         what = f"the claim to {self.name} in the store"
         process = messages.read(first, PROCESS, what, InitError)
-        if self._store.check([f"2/{self.rank}"]) or not has_ended(*process):
+        if self._asked.check([f"2/{self.rank}"]) or not has_ended(*process):
             return False
-        return text_of(self._store.compare_set(key, first, own)) == own
+        return text_of(self._asked.compare_set(key, first, own)) == own
 
     def _refuse(self, message: str) -> None:
         self.fail(message)
@@ -154,9 +155,9 @@ class StoreBootstrap:
         return values
 
     def _exchange_now(self, value: Any, form: messages.Form, look: Callable[[], None]) -> list[Any]:
-        deadline = time.monotonic() + self.timeout.total_seconds()
+        deadline = self._asked.until = time.monotonic() + self.timeout.total_seconds()
         try:
-            self._store.set(f"{self._exchange}/{self.rank}", json.dumps(value))
+            self._asked.set(f"{self._exchange}/{self.rank}", json.dumps(value))
             if self.rank > 0 and self.world_size > _FEW:
                 collected = self._get("all", deadline, look)
                 of_all = (str,) * self.world_size
@@ -164,7 +165,7 @@ class StoreBootstrap:
             else:
                 sent = [text_of(self._get(r, deadline, look)) for r in range(self.world_size)]
                 if self.world_size > _FEW:
-                    self._store.set(f"{self._exchange}/all", json.dumps(sent))
+                    self._asked.set(f"{self._exchange}/all", json.dumps(sent))
             return [
                 messages.read(one, form, self._what_from(r), InitError)
                 for r, one in enumerate(sent)
@@ -173,6 +174,8 @@ class StoreBootstrap:
             raise
         except RuntimeError as error:
             raise self.lost(error) from error
+        finally:
+            self._asked.until = None
 
     def _what_from(self, rank: int) -> str:
         return f"what {self.name} has got from rank {self.names[rank]}"
@@ -182,16 +185,16 @@ class StoreBootstrap:
 
     def _get(self, whose: int | str, deadline: float, look: Callable[[], None]) -> bytes:
         key, pause = f"{self._exchange}/{whose}", _POLL_S
-        while not self._store.check([key]):
+        while not self._asked.check([key]):
             look()
             if time.monotonic() > deadline:
                 raise self._missing()
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_POLL_S)
-        return bytes(self._store.get(key))
+        return bytes(self._asked.get(key))
 
     def _missing(self) -> FastcommError:
-        came = [self._store.check([f"{self._exchange}/{r}"]) for r in range(self.world_size)]
+        came = [self._asked.check([f"{self._exchange}/{r}"]) for r in range(self.world_size)]
         missing = [name for name, is_there in zip(self.names, came, strict=True) if not is_there]
         missing = missing or [self.names[0]]  # has not passed on what it has
         waited = f"waited {self.timeout.total_seconds():g} s in {self.caller}"
@@ -208,11 +211,11 @@ class StoreBootstrap:
         try:
             if self._look_at_peers is not None:
                 self._look_at_peers()
-            if self._exchange == "1" and self._store.check([_TAKEN_IN]):
-                raise TakenIn(text_of(self._store.get(_TAKEN_IN)))
-            if self._store.check(["failed"]):
+            if self._exchange == "1" and self._asked.check([_TAKEN_IN]):
+                raise TakenIn(text_of(self._asked.get(_TAKEN_IN)))
+            if self._asked.check(["failed"]):
                 kind = PeerLostError if self._is_collective else InitError
-                raise kind(text_of(self._store.get("failed")))
+                raise kind(text_of(self._asked.get("failed")))
         except PeerLostError as error:
             if self._is_collective:
                 raise
@@ -224,7 +227,8 @@ class StoreBootstrap:
 
     def fail(self, message: str) -> None:
         """Ends the exchange on the other ranks, too. They raise the first failure reported."""
-        self._store.compare_set("failed", "", message)
+        self._asked.until = time.monotonic()  # the store itself may be what failed
+        self._asked.compare_set("failed", "", message)
 
     def finish(self) -> None:
         """All ranks have met."""
@@ -292,59 +296,74 @@ def meet(
     # Else the variable is left from another launcher: torchrun's store is there before its ranks.
     is_server = rank == 0 and not (is_served and _listens(place))
     try:
-        store = HashStore() if is_alone else _open_store(place, world_size, timeout, is_server)
+        store: Store = HashStore()
+        if not is_alone:
+            opened = partial(_open_store, place, world_size, timeout, is_server)
+            store = answer_of(opened, timeout.total_seconds() + ANSWER_S)
+        return MeetingPoint(place, store, timeout).bootstrap(rank, world_size, timeout)
+    except FastcommError:
+        raise
     except (RuntimeError, OSError) as error:
         reason = str(error).partition("\nException raised from")[0]  # less torch's C++ frames
         where = place.geturl()
         raise InitError(
             f"rank {rank} of {world_size} cannot open the meeting point {where!r}: {reason}"
         ) from error
-    return MeetingPoint(place, store).bootstrap(rank, world_size, timeout)
 
 
 class MeetingPoint:
     """The store at a place, which is opened anew when the process that has served it is gone.
 
-    prefix: of the keys of what these ranks have met for.
+    prefix: of the keys of what these ranks have met for. patience: with the store, to answer.
     """
 
-    def __init__(self, place: ParseResult, store: Store) -> None:
+    def __init__(
+        self, place: ParseResult, store: Store, patience: timedelta = timedelta(minutes=5)
+    ) -> None:
         self.store = store
         self.prefix = ""
+        self._patience_s = patience.total_seconds()
         self._place = place
 
     def bootstrap(self, rank: int, world_size: int, timeout: timedelta) -> StoreBootstrap:
         """The bootstrap of a rank that comes here for the first time, or anew."""
-        self.prefix, pass_on = _enter_part(self.store, rank)
+        self.prefix, pass_on = _enter_part(self.asked(), rank)
         part = PrefixStore(self.prefix, self.store)
         met = StoreBootstrap(part, rank, world_size, timeout, pass_on=pass_on)
         met.point = self
         return met
 
+    def asked(self, prefix: str | None = None) -> Asked:
+        """The store, or the part of it that has the prefix."""
+        store = self.store if prefix is None else PrefixStore(prefix, self.store)
+        return Asked(store, self._patience_s)
+
     def waiting(self, ranks: Sequence[int]) -> dict[int, list[Any]]:
         """Which of these ranks wait here for a first meeting, and their processes: pid and host."""
-        came = f"{_prefix()}/{self.store.add(_counter(), 0)}/came"
+        store = self.asked()
+        came = f"{_prefix()}/{store.add(_counter(), 0)}/came"
         processes = {
             rank: messages.read(
-                self.store.get(f"{came}/{rank}"),
+                store.get(f"{came}/{rank}"),
                 (str, *PROCESS),
                 f"the note of rank {rank}, which waits to be taken in,",
             )[1:]
             for rank in ranks
-            if self.store.check([f"{came}/{rank}"])
+            if store.check([f"{came}/{rank}"])
         }
         return {rank: one for rank, one in processes.items() if not has_ended(*one)}
 
     def take_in(self, note: str) -> None:
         """Tells those who wait. Who comes afterwards waits for another meeting."""
-        number = self.store.add(_counter(), 0)
-        self.store.set(f"{_prefix()}/{number}/{_TAKEN_IN}", note)
-        _end_part(self.store, number)
+        store = self.asked()
+        number = store.add(_counter(), 0)
+        store.set(f"{_prefix()}/{number}/{_TAKEN_IN}", note)
+        _end_part(store, number)
 
     def answers(self) -> bool:
         """Whether the store does."""
         try:
-            self.store.check([_counter()])
+            answer_of(partial(self.store.check, [_counter()]), ANSWER_S)
         except RuntimeError:
             return False
         return True
@@ -358,7 +377,8 @@ class MeetingPoint:
             is_served = _listens(self._place)
             with contextlib.suppress(RuntimeError):  # it went, or another was faster
                 if is_served or _is_here(self._place):
-                    self.store = _tcp_store(self._place, not is_served, timeout)
+                    opened = partial(_tcp_store, self._place, not is_served, timeout)
+                    self.store = answer_of(opened, timeout.total_seconds())
                     return
             time.sleep(_KNOCK_S)
         raise InitError(
@@ -389,7 +409,9 @@ def own_part(store: Store, rank: int, name: str = "ranks") -> tuple[Store, Calla
     return PrefixStore(prefix, store), pass_on
 
 
-def _enter_part(store: Store, rank: int, name: str = "ranks") -> tuple[str, Callable[[], None]]:
+def _enter_part(
+    store: Store | Asked, rank: int, name: str = "ranks"
+) -> tuple[str, Callable[[], None]]:
     counter, visitor = _counter(name), json.dumps([_PROCESS, os.getpid(), host_identity()])
     number = store.add(counter, 0)
     came = f"{_prefix(name)}/{number}/came/{rank}"
@@ -400,7 +422,7 @@ def _enter_part(store: Store, rank: int, name: str = "ranks") -> tuple[str, Call
     return f"{_prefix(name)}/{number}", partial(_end_part, store, number, name)
 
 
-def _end_part(store: Store, number: int, name: str = "ranks") -> None:
+def _end_part(store: Store | Asked, number: int, name: str = "ranks") -> None:
     """The first rank ends it; for the others it is over already."""
     store.compare_set(_counter(name), str(number), str(number + 1))
 

@@ -364,7 +364,7 @@ class Membership(Fixed):
 
     def _next_number(self, after: int) -> int:
         """The number of the meeting that is held now, or that this rank is the first to come to."""
-        store = self._point.store
+        store = self._point.asked()
         counter = f"{self._meeting.prefix}/n_rebuilt"
         number = int(store.add(counter, 0))
         while number <= after:
@@ -384,7 +384,7 @@ class Membership(Fixed):
         rank = before.own_rank
         assert rank is not None  # for the type checker
         me = before.members[rank]._replace(before=rank)
-        store = PrefixStore(f"{before.prefix}/{number}", self._point.store)
+        store = self._point.asked(f"{before.prefix}/{number}")
         store.set(f"came/{me.started_as}", json.dumps([me, before.number]))
         leader = text_of(store.compare_set("leader", "", str(me.started_as)))
         others = _Others(before, unreachable)
@@ -407,9 +407,10 @@ class Membership(Fixed):
 
     def _newest_decided(self) -> Meeting | None:
         key = f"{self._meeting.prefix}/decided"
-        if not self._point.store.check([key]):
+        store = self._point.asked()
+        if not store.check([key]):
             return None
-        return Meeting.read(text_of(self._point.store.get(key)), self._meeting.n_started)
+        return Meeting.read(text_of(store.get(key)), self._meeting.n_started)
 
     def _decide(self, store: Any, number: int, before: Meeting) -> None:
         """Writes down who takes part: those who came, and who waits for a first meeting."""

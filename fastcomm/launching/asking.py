@@ -1,0 +1,74 @@
+"""Asked: a store whose calls end. Torch's wait for ever where the process that serves the store is
+stopped, or where its host has left the network.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any, TypeVar
+
+from torch.distributed import Store  # type: ignore[attr-defined]
+
+# How much longer than for missing ranks a rank waits for the store itself, which says who is
+# missing.
+ANSWER_S = 3.0
+T = TypeVar("T")
+
+
+class Silence(RuntimeError):
+    """The store has not answered: RuntimeError, as torch raises for a connection that is lost."""
+
+
+def answer_of(ask: Callable[[], T], patience_s: float) -> T:
+    """What `ask` returns or raises, on a thread of its own. Raises Silence if it does neither for
+    so long; the thread is then left behind.
+    """
+    answers: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
+
+    def run() -> None:
+        try:
+            answers.put((ask(), None))
+        except BaseException as error:
+            answers.put((None, error))
+
+    threading.Thread(target=run, name="fastcomm asking", daemon=True).start()
+    try:
+        value, error = answers.get(timeout=patience_s)
+    except queue.Empty:
+        raise Silence(f"the store has not answered for {patience_s:.0f} s") from None
+    if error is not None:
+        raise error
+    answer: T = value
+    return answer
+
+
+class Asked:
+    """Has the methods of a store. Once that has not answered, it is not asked again: a thread still
+    waits for it, and the next would wait behind that one.
+
+    patience_s: with each call. until: when the store has to have answered, if that comes first.
+    """
+
+    def __init__(self, store: Store, patience_s: float) -> None:
+        self._store, self._patience_s = store, patience_s
+        self._silence: str | None = None
+        self.until: float | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return partial(self._ask, getattr(self._store, name))
+
+    def _ask(self, call: Callable[..., Any], *args: Any) -> Any:
+        if self._silence is not None:
+            raise Silence(self._silence)
+        patience_s = self._patience_s
+        if self.until is not None:
+            patience_s = min(patience_s, max(0.0, self.until - time.monotonic()))
+        try:
+            return answer_of(partial(call, *args), patience_s + ANSWER_S)
+        except Silence as silence:
+            self._silence = str(silence)
+            raise

@@ -1,0 +1,115 @@
+"""A store that answers no more while the ranks meet: the process that serves it is stopped."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from urllib.parse import urlparse
+
+import pytest
+from torch.distributed import HashStore, TCPStore
+
+import fastcomm
+from fastcomm.launching import asking
+from fastcomm.launching.asking import ANSWER_S, Asked, Silence
+from fastcomm.launching.bootstrap import MeetingPoint
+from tests.support.outcomes import values_of
+from tests.support.ranks import fresh_ranks, own_port
+
+TIMEOUT = timedelta(seconds=1)
+SOON_S = 0.3  # until the rank waits for the others
+LATEST_S = 20.0
+HOST = "127.0.0.1"
+
+
+@contextlib.contextmanager
+def _server(port: int) -> Iterator[int]:
+    """A process that serves a store; its pid."""
+    pid = os.fork()
+    if pid == 0:
+        store = TCPStore(HOST, port, is_master=True, wait_for_workers=False)
+        while store:
+            signal.pause()
+    try:
+        while True:
+            with contextlib.suppress(OSError), socket.create_connection((HOST, port)):
+                break
+            time.sleep(0.01)
+        yield pid
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+
+
+def _meet_at_a_silent_store(place, port, delay_s):
+    """Rank 1's error, and after how long. Rank 0 never comes."""
+    with _server(port) as pid:
+        if delay_s == 0:
+            os.kill(pid, signal.SIGSTOP)
+        else:
+            threading.Timer(delay_s, os.kill, [pid, signal.SIGSTOP]).start()
+        start = time.monotonic()
+        with pytest.raises(fastcomm.InitError) as raised:
+            fastcomm.init(init_method=f"tcp://{HOST}:{port}", rank=1, world_size=2, timeout=TIMEOUT)
+        return str(raised.value), time.monotonic() - start
+
+
+@pytest.mark.parametrize("delay_s", [0, SOON_S], ids=["opened", "asked"])
+def test_a_rank_waits_for_a_silent_store_no_longer_than_for_ranks(delay_s):
+    outcomes = fresh_ranks(1, _meet_at_a_silent_store, own_port(), delay_s, timeout=LATEST_S)
+    [(message, took_s)] = values_of(outcomes)
+    assert "the store has not answered for" in message
+    assert took_s < TIMEOUT.total_seconds() + 2 * ANSWER_S + 2
+
+
+def _meet_anew_at_a_silent_store(place, port):
+    """What is said to ranks that meet anew there."""
+    with _server(port) as pid:
+        url = urlparse(f"tcp://{HOST}:{port}")
+        store = TCPStore(HOST, port, is_master=False, wait_for_workers=False)
+        point = MeetingPoint(url, store, TIMEOUT)
+        assert point.answers()
+        os.kill(pid, signal.SIGSTOP)
+        with pytest.raises(Silence):
+            point.asked("a part").check(["key"])
+        assert not point.answers()
+        with pytest.raises(fastcomm.InitError) as raised:
+            point.reopen(TIMEOUT)
+        return str(raised.value)
+
+
+def test_ranks_that_meet_anew_give_a_silent_store_up():
+    outcomes = fresh_ranks(1, _meet_anew_at_a_silent_store, own_port(), timeout=LATEST_S)
+    [message] = values_of(outcomes)
+    assert message.startswith(f"the meeting point 'tcp://{HOST}")
+
+
+def test_a_silent_store_is_asked_once(monkeypatch):
+    monkeypatch.setattr(asking, "ANSWER_S", 0.05)
+    answer = threading.Event()
+    store = HashStore()
+    asked = Asked(store, 0.0)
+    monkeypatch.setattr(Asked, "check", lambda self, _: self._ask(answer.wait), raising=False)
+    with pytest.raises(Silence, match="has not answered"):
+        asked.check(["key"])
+    answer.set()
+    with pytest.raises(Silence, match="has not answered"):
+        asked.set("key", "value")
+    assert not store.check(["key"])
+
+
+def test_what_a_store_raises_is_raised():
+    store = HashStore()
+    store.set_timeout(timedelta(milliseconds=1))
+    asked = Asked(store, 10.0)
+    asked.set("key", "value")
+    assert asked.get("key") == b"value"
+    with pytest.raises(RuntimeError) as raised:
+        asked.get("none")
+    assert not isinstance(raised.value, Silence)
