@@ -60,7 +60,7 @@ import torch.distributed as dist
 from lib import cuda_clock, launch, machine, report, tables, turns
 from lib.counters import Counters
 from lib.models import CASES, CUDA_CASES, EMBEDDINGS, WARM_UP_STEPS, Case, TinyParameters
-from lib.step_table import SHARE_OF_DDP, steps_table
+from lib.step_table import INT8_MS, SHARE_OF_DDP, steps_table
 from lib.tables import Bar, Times
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
@@ -86,7 +86,6 @@ WORDS = {
 SHARDED_WAYS = ("sharded", "shared", "copied")
 WAYS = ("local", "fastcomm", *WORDS, *SHARDED_WAYS, "ddp", "ddp_views")
 NARROW_WAYS = ("fastcomm_bf16", "ddp_bf16", "fastcomm_int8")  # over NCCL
-INT8_MS = 1.0  # what its kernels are to add at most, for each 100 M parameters, on one card
 # What a way gives to its reducer, and to DDP.
 REDUCED: dict[str, dict[str, Any]] = {
     "skipping": {"skip_nonfinite": True},

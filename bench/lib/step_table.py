@@ -8,6 +8,7 @@ from typing import Any
 from lib.tables import RATIO, Column, Spread, Table, ratio_cells, time_cell
 
 SHARE_OF_DDP = 0.5  # what fastcomm's overhead is to be at most, on a GPU
+INT8_MS = 1.0  # what a wire of int8 is to add at most, for each 100 M parameters, on one card
 
 
 def steps_table(model: Mapping[str, Any], title: str) -> Table:

@@ -18,6 +18,7 @@ from torch.autograd import Variable
 cdef enum:
     N_PHASES = 5
 
+MOST_MARKS = 10_000  # of a device: nobody may ask for long, as in join()
 OTHER, FORWARD, BACKWARD, WAITING, OPTIMIZER = range(N_PHASES)
 NAMES = ("data and other", "forward", "backward", "the wait for gradients", "optimizer")
 UNWATCHED = "data, forward and other"  # OTHER where nobody watches the forward
@@ -50,7 +51,7 @@ cdef class Phases:
         cdef int64_t time = now()
         self.spent[self.phase] += time - self.since
         self.phase, self.since = phase, time
-        if self.mark is not None:
+        if self.mark is not None and len(self.marks) < MOST_MARKS:
             self.marks.append((self.mark(), phase))
 
     def take(self):
@@ -73,12 +74,12 @@ cdef class Phases:
     def is_measured(self):
         return self.mark is not None
 
-    def measured(self):
-        """Return the ns that the device's stream has spent in each phase since measure(), which
-        this ends. NaN where that is unknown: a mark is not reached yet, or lies in a CUDA graph.
+    def take_measured(self):
+        """Return the ns that the device's stream has spent in each phase, from measure() to the
+        newest phase's begin, and end the measurement. NaN where that is unknown: a mark could not
+        be made, or is not reached yet.
         """
-        self.enter(self.phase)
-        cdef list spent = [0.0] * N_PHASES
+        cdef list spent = [0.0 if len(self.marks) < MOST_MARKS else math.nan] * N_PHASES
         for (begin, phase), (end, _) in itertools.pairwise(self.marks):
             known = begin is not None and end is not None
             ns = end.ns_since(begin) if known else None

@@ -118,8 +118,8 @@ class Stragglers:
         self.follow(model)
 
     def tell(self, n_rounds: int) -> None:
-        """Due: tells the other ranks what this one's steps took. Collective, where it does not
-        begin to measure the device's time first.
+        """Called when due: tells the other ranks what this one's steps took. Collective; but over
+        NCCL each second call only begins to measure.
         """
         comm = self._comm
         if comm.has_streams and not self._has_measured(n_rounds):
@@ -147,11 +147,13 @@ class Stragglers:
             self._n_windows = 1
 
     def _has_measured(self, n_rounds: int) -> bool:
-        """Whether the device's time is known of enough rounds. If not, begins with it. In a CUDA
-        graph nothing is told, as that waits for the device.
+        """Whether the rounds since the last call were measured on the device. If not, begins to.
+        Once a CUDA graph was captured, nothing is told any more: its replays count no rounds, and
+        other ranks may run theirs without one.
         """
-        if self._comm.mark() is None:
-            self.due_at = n_rounds + 1
+        if self._comm.has_captured:
+            self.due_at = sys.maxsize
+            self.phases.measure(None)
             return False
         if not self.phases.is_measured:
             self.phases.take()
@@ -162,7 +164,7 @@ class Stragglers:
 
     def _measured(self) -> list[float]:
         on_host(self._comm, torch.zeros(1, device=self._comm.device))  # all marks are reached
-        return self.phases.measured()
+        return self.phases.take_measured()
 
     def warn(self) -> None:
         """Logs on rank 0, once, who stays late. A handler that fails costs no step."""

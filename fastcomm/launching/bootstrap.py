@@ -227,8 +227,8 @@ class StoreBootstrap:
 
     def fail(self, message: str) -> None:
         """Ends the exchange on the other ranks, too. They raise the first failure reported."""
-        self._asked.until = time.monotonic()  # the store itself may be what failed
-        self._asked.compare_set("failed", "", message)
+        # the store itself may be what failed
+        answer_of(partial(self._store.compare_set, "failed", "", message), ANSWER_S)
 
     def finish(self) -> None:
         """All ranks have met."""
@@ -381,10 +381,16 @@ class MeetingPoint:
                     self.store = answer_of(opened, timeout.total_seconds())
                     return
             time.sleep(_KNOCK_S)
+        where = self._place.geturl()
+        if self._place.scheme == "tcp" and _listens(self._place):
+            raise InitError(
+                f"the meeting point {where!r} does not answer: the process that serves it is "
+                "stopped"
+            )
         raise InitError(
-            f"the meeting point {self._place.geturl()!r} is gone with the process that has served "
-            "it, and no rank of its host is left: start the ranks under a launcher that serves it "
-            "(torchrun), or let them meet at a file"
+            f"the meeting point {where!r} is gone with the process that has served it, and no rank "
+            "of its host is left: start the ranks under a launcher that serves it (torchrun), or "
+            "let them meet at a file"
         )
 
 

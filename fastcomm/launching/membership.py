@@ -28,6 +28,7 @@ from fastcomm.comm import messages
 from fastcomm.comm.objects import gather_objects
 from fastcomm.comm.transport import Transport
 from fastcomm.errors import FastcommError, PeerLostError, TimeoutError
+from fastcomm.launching.asking import ANSWER_S, answer_of
 from fastcomm.launching.bootstrap import (
     PROCESS,
     Caller,
@@ -243,7 +244,7 @@ class Fixed:
         except BaseException as error:
             told = f"rank {rank} failed in {caller.name}: {type(error).__name__}: {error}"
             with contextlib.suppress(RuntimeError):  # the store is what has failed
-                store.compare_set("failed", "", told)
+                answer_of(partial(store.compare_set, "failed", "", told), ANSWER_S)
             if isinstance(error, RuntimeError) and not isinstance(error, FastcommError):
                 raise self._bootstrap.lost(error) from error
             raise

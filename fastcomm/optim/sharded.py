@@ -101,8 +101,8 @@ class ShardedOptimizer(Optimizer):
         plain = self._make_plain(params, overlap_gather)
         super().__init__([dict(group) for group in plain.param_groups], plain.defaults)
         self._inner = plain  # of this rank's pieces, once there are some
-        # A step that fails on the way sets both. What replaces the state mends that, and then
-        # refresh() the parameters.
+        # A step that fails on the way sets both. Replacing the state clears the second, and
+        # refresh() then the first.
         self.is_torn = False  # the ranks' parameters may differ
         self._is_mixed = False  # the state may be of two steps
         self.may_be_late = overlap_gather and reducer.comm.has_streams
@@ -250,6 +250,9 @@ class ShardedOptimizer(Optimizer):
         self._let_go()
 
     def _let_go(self) -> None:
+        """Drops what the buckets have. The state is not mixed any more: places_at_refresh() has
+        refused one, or the copies replace it.
+        """
         self._buckets, self._parts, self._is_mixed = [], {}, False
         for group in self._inner.param_groups:
             group["params"] = []  # whose memory goes with the buckets

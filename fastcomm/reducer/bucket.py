@@ -490,15 +490,25 @@ class Bucket(Counter):
             return None
         if self._has_streams:
             return self._count_with(outside, count)
+        is_in_flat = self._is_in_flat(outside)
+        # On every rank, whatever this one has found: the next round is then counted on all.
+        self._bound.count_results(True)
+        is_unchanged = self._sample.is_unchanged((self._held or {}).values())
+        return count() if is_in_flat and is_unchanged else None
+
+    def _is_in_flat(self, outside: list[tuple[int, Tensor | None]]) -> bool:
+        """Whether the flat buffer has the values of gradients that lie elsewhere. Those that the
+        user also holds are copied to it. Not where one is missing: another rank may have zeros
+        there, of which its Sample tells nothing.
+        """
         for i, gradient in outside:
-            if gradient is None:  # so does another rank that has zeros in its place (Sample)
-                return None
+            if gradient is None:
+                return False
             if gradient is (self._held or {}).get(i):
                 self.views[i].data.copy_(gradient)  # .data: this counts as no write to the view
             elif not torch.equal(gradient, self.views[i]):
-                return None
-        self._bound.count_results(True)  # in the next rounds
-        return count() if self._sample.is_unchanged((self._held or {}).values()) else None
+                return False
+        return True
 
     def _is_misfit(self, i: int, gradient: Tensor | None) -> bool:
         return gradient is not None and (

@@ -1172,8 +1172,8 @@ class Reducer(ReducerFlags):
         The ranks tell each other about every 2 s, after a round. From the first call on the forward
         of the model is watched, by two hooks on it, which tells it from the data; call it on every
         rank. Rank 0 warns by itself, by logging, of a rank that costs all ranks a tenth of their
-        time, three times in a row. Over NCCL it is the device's time of 16 rounds, for which the
-        host waits once.
+        time, three times in a row. Over NCCL it is the device's time of 16 rounds; nothing is said
+        once a CUDA graph was captured.
         """
         self._stragglers.watch(self.attached_model())
         return list(self._stragglers.newest)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
+import sys
 import time
 
+import pytest
 import torch
 
 import fastcomm
 from fastcomm.insight import stragglers
+from fastcomm.insight.phases import MOST_MARKS, Phases
 from tests.fakes.stand_ins import failing, loaded
 from tests.transports.nccl import communicator, stand_in_values
 from tests.transports.nccl.test_launches import BEGIN_GLOBAL, END, LEGACY_STREAM
@@ -69,51 +73,35 @@ class _Steps:
         self.reducer.comm.close()
 
 
-def _capture_in_rounds_that_are_measured(place):
+def _capture_a_round(place, n_before):
     steps = _Steps(place)
-    steps.make(stragglers.FIRST_ROUNDS)
-    assert steps.reducer._stragglers.phases.is_measured
-    steps.capture()
-    steps.make(stragglers.FIRST_ROUNDS - 1)
-    assert not steps.reducer._stragglers.phases.is_measured  # the ranks have told each other
-    found = steps.reducer.stragglers()
-    steps.end()
-    return found
-
-
-def test_nothing_is_said_of_rounds_of_which_one_was_captured():
-    assert stand_in_values(2, _capture_in_rounds_that_are_measured) == [[], []]
-
-
-def _measure_anew_after_a_capture(place):
-    steps = _Steps(place)
-    steps.make(stragglers.FIRST_ROUNDS)
-    steps.capture()
-    steps.reducer.forget_phases()
-    steps.make(2 * stragglers.FIRST_ROUNDS)
-    found = steps.reducer.stragglers()
-    steps.end()
-    return found
-
-
-def test_what_was_measured_before_the_ranks_begin_anew_is_forgotten():
-    for (straggler,) in stand_in_values(2, _measure_anew_after_a_capture):
-        assert (straggler.rank, straggler.phase) == (1, "data, forward and other")
-
-
-def _capture_the_round_that_is_due(place):
-    steps = _Steps(place)
-    steps.make(2 * stragglers.FIRST_ROUNDS - 1)
-    steps.capture()
-    before = steps.reducer.stragglers(), steps.reducer._stragglers.phases.is_measured
+    steps.make(n_before)
+    steps.capture()  # in the last case it is due
     steps.make(1)
+    ended = steps.reducer._stragglers
+    steps.end()
+    return ended.newest, ended.due_at, ended.phases.is_measured
+
+
+@pytest.mark.parametrize("n_more", [0, 1])
+def test_nothing_is_told_once_a_graph_was_captured(n_more):
+    """Not in the capture, which may not wait, nor later, when ranks count rounds of their own."""
+    n_before = 2 * stragglers.FIRST_ROUNDS - 2 + n_more
+    assert stand_in_values(2, _capture_a_round, n_before) == 2 * [([], sys.maxsize, False)]
+
+
+def _begin_anew_while_measured(place):
+    steps = _Steps(place)
+    steps.make(stragglers.FIRST_ROUNDS)
+    before = steps.reducer._stragglers.phases.is_measured
+    steps.reducer.forget_phases()
     after = steps.reducer._stragglers.phases.is_measured
     steps.end()
     return before, after
 
 
-def test_ranks_tell_each_other_after_a_capture_not_in_it():
-    assert stand_in_values(2, _capture_the_round_that_is_due) == 2 * [(([], True), False)]
+def test_what_was_measured_before_the_ranks_begin_anew_is_forgotten():
+    assert stand_in_values(2, _begin_anew_while_measured) == 2 * [(True, False)]
 
 
 def _measure_with_events_held(place):
@@ -122,7 +110,7 @@ def _measure_with_events_held(place):
     phases = steps.reducer._stragglers.phases
     loaded("cuda").stand_in_hold_events(1)
     phases.enter(stragglers.OPTIMIZER)
-    spent = phases.measured()
+    spent = phases.take_measured()
     loaded("cuda").stand_in_hold_events(0)
     steps.end()
     return spent
@@ -130,4 +118,35 @@ def _measure_with_events_held(place):
 
 def test_a_mark_that_is_not_reached_yet_makes_no_time():
     for spent in stand_in_values(2, _measure_with_events_held):
-        assert any(ns != ns for ns in spent), spent  # NaN
+        assert any(map(math.isnan, spent)), spent
+
+
+def _measure_where_no_mark_can_be_made(place):
+    steps = _Steps(place)
+    steps.make(stragglers.FIRST_ROUNDS)
+    with failing("cuEventRecord", 719):
+        mark = steps.reducer.comm.mark()
+    steps.end()
+    return mark
+
+
+def test_a_mark_that_cannot_be_made_is_none():
+    assert stand_in_values(1, _measure_where_no_mark_can_be_made) == [None]
+
+
+def test_marks_have_an_end():
+    """A join() may be long, in which nobody asks for them."""
+
+    class Mark:
+        def ns_since(self, earlier):
+            return 1
+
+    phases = Phases()
+    phases.measure(Mark)
+    for _ in range(MOST_MARKS):
+        phases.enter(stragglers.OPTIMIZER)
+    assert all(map(math.isnan, phases.take_measured()))
+    phases.measure(Mark)
+    phases.enter(stragglers.OPTIMIZER)
+    phases.enter(stragglers.OTHER)
+    assert phases.take_measured() == [0, 0, 0, 0, 2]

@@ -88,6 +88,7 @@ def test_ranks_that_meet_anew_give_a_silent_store_up():
     outcomes = fresh_ranks(1, _meet_anew_at_a_silent_store, own_port(), timeout=LATEST_S)
     [message] = values_of(outcomes)
     assert message.startswith(f"the meeting point 'tcp://{HOST}")
+    assert "does not answer" in message
 
 
 def test_a_silent_store_is_asked_once(monkeypatch):

@@ -190,7 +190,7 @@ MUTATIONS = (
     Mutation(
         name="counts: a gradient of the user's own is taken for the reduced one",
         file=BUCKET,
-        within="Bucket._counted",
+        within="Bucket._is_in_flat",
         old="elif not torch.equal(gradient, self.views[i]):",
         new="elif False:",
         tests=_WRITTEN,

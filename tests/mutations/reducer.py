@@ -544,7 +544,7 @@ MUTATIONS = (
     Mutation(
         name="norms: what the user holds is not brought to the flat buffer",
         file=BUCKET,
-        within="Bucket._counted",
+        within="Bucket._is_in_flat",
         old="self.views[i].data.copy_(gradient)",
         new="pass",
         tests=(HELD_ALIKE,),
@@ -592,7 +592,7 @@ MUTATIONS = (
     Mutation(
         name="norms: a copy of a reduced gradient is taken for another one",
         file=BUCKET,
-        within="Bucket._counted",
+        within="Bucket._is_in_flat",
         old="not torch.equal(gradient, self.views[i])",
         new="True",
         tests=(f"{DEFECTS}::test_ranks_clip_alike_where_one_has_copied_its_gradients",),

@@ -206,8 +206,17 @@ cdef class NcclCommunicator:
         elif self.link.clock is None:
             self.link.clock = DeviceClock(self.link.cuda)
 
+    @property
+    def has_captured(self):
+        return self.is_captured() or self.link.graphs.newest != 0
+
     def mark(self):
-        return None if self.is_captured() else Mark(self.cuda)
+        if self.is_captured():
+            return None
+        try:
+            return Mark(self.cuda)
+        except FastcommError:  # a device that fails is told of by what matters more
+            return None
 
     def note_settled(self):
         """What was launched so far is not abandoned with what comes."""
