@@ -135,7 +135,6 @@ class Transport(Communicator):
     # Capabilities, by which callers choose; they ask for no transport by its type.
     has_streams: bool  # work is ordered by streams, on which buckets note their gradients
     cuda: Any  # where there are streams: the device, a fastcomm.transports.cuda.driver.Device
-    has_captured: bool  # where there are streams: a CUDA graph has collectives of this one
     has_common_memory: bool  # empty_for_all() is possible
     # all ranks hear of a collective before any of them has its result, and which one it is
     announces: bool
@@ -250,6 +249,11 @@ class Transport(Communicator):
         True. By default a transport keeps none.
         """
         del is_on
+
+    @property
+    def has_captured(self) -> bool:
+        """Whether a CUDA graph has collectives of this communicator. Only where has_streams."""
+        raise NotImplementedError
 
     def mark(self) -> Any:
         """Notes where the device's current stream is: two marks know the ns between them, by

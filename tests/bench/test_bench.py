@@ -332,7 +332,7 @@ def test_allreduce_refuses_more_ranks_than_cards(on_the_host):
     assert done.returncode == 2 and "GPUs for 3 ranks" in done.stderr
 
 
-def test_step_on_cuda_compares_bfloat16_on_the_wire_as_well(on_the_host, tmp_path):
+def test_step_on_cuda_compares_fewer_bits_on_the_wire_as_well(on_the_host, tmp_path):
     path = tmp_path / "step.json"
     arguments = [
         "--device",
@@ -353,6 +353,7 @@ def test_step_on_cuda_compares_bfloat16_on_the_wire_as_well(on_the_host, tmp_pat
         "ddp",
         "ddp_views",
         "fastcomm_bf16",
+        "fastcomm_int8",
         "ddp_bf16",
     }
     assert "of 2 met" in printed.splitlines()[-1]

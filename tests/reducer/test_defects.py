@@ -281,6 +281,7 @@ def test_ranks_clip_alike_where_one_has_zeros_and_another_nothing(comm, first):
     sizes = [*range(40, 62), 0]
     model = Scales(sizes)
     reducer = fastcomm.Reducer(comm).attach(model)
+    model([torch.ones(n) for n in sizes]).backward()  # whose norm nobody asks for
     generator = torch.Generator().manual_seed(comm.rank)
     for unused in [first, (), (3,), (3, 11), (22,), (2, 5, 7, 20, 22), ()]:
         for is_asked_again in (False, True):
