@@ -245,6 +245,12 @@ class Watchdog:
         while self._read_closing(comm):
             pass
 
+    def closed(self, comm: Watched) -> list[int]:
+        """The ranks that have closed in good order, as far as the store tells."""
+        with contextlib.suppress(RuntimeError):
+            self._read_closings(comm)
+        return sorted(self._closed)
+
     def _judge(self, comm: Watched, number: int, age: float, what: str) -> None:
         """Finds out whether a collective that has not ended for a while ever will."""
         if self._stopped.is_set():

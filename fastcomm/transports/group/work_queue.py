@@ -36,6 +36,7 @@ from fastcomm.comm.watchdog import (
     leave_note,
 )
 from fastcomm.errors import (
+    CLOSED,
     AbandonedError,
     FastcommError,
     MismatchError,
@@ -581,9 +582,11 @@ class WorkQueue:
         if isinstance(trouble, FastcommError):
             return trouble
         what = "a connection between the ranks broke"
-        if silent:
-            names = ", ".join(f"rank {rank} (pid {self.pids[rank]})" for rank in silent)
-            what = f"{names} died or cannot be reached"
+        closed = [] if silent else self.watchdog.closed(self)  # before all others had its data
+        if silent or closed:
+            gone = silent or closed
+            names = ", ".join(f"rank {rank} (pid {self.pids[rank]})" for rank in gone)
+            what = f"{names} {'died or cannot be reached' if silent else CLOSED}"
         return PeerLostError(
             f"{what}; rank {self.rank} was at collective number {self.number}: {trouble}", silent
         )
