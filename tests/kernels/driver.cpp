@@ -155,6 +155,16 @@ unsigned n_blocks = 3, n_threads = 32 * MT_WARPS;
 typedef void kernel(unsigned n_blocks, unsigned n_threads, void **parameters);
 
 /* Tensors lie one after the other in the flat buffer, with no room between them. */
+void run(kernel *call, std::vector<void *> arguments) {
+    call(n_blocks, n_threads, arguments.data());
+#ifdef FASTCOMM_EMULATED
+    if (emulator_error()) {
+        fprintf(stderr, "%s\n", emulator_error());
+        exit(1);
+    }
+#endif
+}
+
 struct bucket {
     std::vector<array> tensors;
     std::vector<size_t> offsets;
@@ -180,13 +190,7 @@ struct bucket {
         mt_tile *table = tiles.data();
         uint32_t n_tiles = (uint32_t)tiles.size();
         arguments.insert(arguments.begin(), {(void *)pointers, (void *)&table, (void *)&n_tiles});
-        call(n_blocks, n_threads, arguments.data());
-#ifdef FASTCOMM_EMULATED
-        if (emulator_error()) {
-            fprintf(stderr, "%s\n", emulator_error());
-            exit(1);
-        }
-#endif
+        run(call, arguments);
     }
 };
 
@@ -251,16 +255,6 @@ void check_pair(const char *name, const format &grad, const format &wire, kernel
     check_statistics(name, grads, stats[0], ticket);
 }
 
-void call_blocks(kernel *call, std::vector<void *> arguments) {
-    call(n_blocks, n_threads, arguments.data());
-#ifdef FASTCOMM_EMULATED
-    if (emulator_error()) {
-        fprintf(stderr, "%s\n", emulator_error());
-        exit(1);
-    }
-#endif
-}
-
 /* Two ranks' values there and back; everything ends where its memory ends. */
 void check_blocks(kernel *encode, kernel *add, kernel *decode) {
     for (uint64_t numel : {1, 130, 256, 257, 3000}) {
@@ -277,11 +271,11 @@ void check_blocks(kernel *encode, kernel *add, kernel *decode) {
         coded_block *row[] = {rows.data(), rows.data() + n, sum.data()};
         int n_rows = 2, own = 1, op = 0;
         for (int rank = 0; rank < 2; rank++) {
-            call_blocks(encode, {&values[rank], &row[rank], &n, &numel, &bits});
+            run(encode, {&values[rank], &row[rank], &n, &numel, &bits});
         }
-        call_blocks(add, {&values[1], &row[0], &n, &numel, &bits, &n_rows, &own, &op});
-        call_blocks(encode, {&values[1], &row[2], &n, &numel, &bits});
-        call_blocks(decode, {&values[1], &row[2], &n, &numel});
+        run(add, {&values[1], &row[0], &n, &numel, &bits, &n_rows, &own, &op});
+        run(encode, {&values[1], &row[2], &n, &numel, &bits});
+        run(decode, {&values[1], &row[2], &n, &numel});
         for (uint64_t i = 0; i < numel; i++) {
             const double expected = first[i] + (float)(i % 127) / 2;
             if (!(std::fabs(second[i] - expected) <= (100 + 163) / 127.0)) {

@@ -582,11 +582,12 @@ class WorkQueue:
         if isinstance(trouble, FastcommError):
             return trouble
         what = "a connection between the ranks broke"
-        closed = [] if silent else self.watchdog.closed(self)  # before all others had its data
-        if silent or closed:
-            gone = silent or closed
+        gone, how = silent, "died or cannot be reached"
+        if not silent:  # one may have closed before the others had read what it sent
+            gone, how = self.watchdog.closed(self), CLOSED
+        if gone:
             names = ", ".join(f"rank {rank} (pid {self.pids[rank]})" for rank in gone)
-            what = f"{names} {'died or cannot be reached' if silent else CLOSED}"
+            what = f"{names} {how}"
         return PeerLostError(
             f"{what}; rank {self.rank} was at collective number {self.number}: {trouble}", silent
         )
