@@ -103,6 +103,7 @@ step kernels 60 "$python" tests/gpu/launch_kernels.py
 step flatten 90 "$python" bench/flatten.py --rounds 5 --json "$folder/flatten.json"
 step tests 150 "${pytest[@]}" tests/gpu
 step step 90 "$python" bench/step.py --device cuda --rounds 14 --json "$folder/step-cuda.json"
+step compiled 120 "$python" bench/compiled.py --device cuda --rounds 8
 step allreduce 60 "$python" bench/allreduce.py --device cuda -b 1K -e 64M -f 16 -n 100 \
     --json "$folder/allreduce-cuda.json"
 step paper 60 "$python" bench/paper.py fig12 --device cuda --rounds 6 \
