@@ -13,7 +13,7 @@ import select
 import socket
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from functools import partial
 from multiprocessing.util import Finalize
@@ -32,7 +32,7 @@ from torch.distributed import (  # type: ignore[attr-defined]
 from fastcomm.comm import messages
 from fastcomm.errors import FastcommError, InitError, PeerLostError, TimeoutError
 from fastcomm.launching import launchers
-from fastcomm.launching.asking import ANSWER_S, Asked, answer_of
+from fastcomm.launching.asking import ANSWER_S, Asked, Silence, answer_of
 
 _POLL_S, _LONGEST_POLL_S = 0.002, 0.05
 # Among more ranks than these, rank 0 collects the values: the store has 2 N to give, not N * N.
@@ -151,7 +151,10 @@ class StoreBootstrap:
         self._n_exchanges += name is None
         self._exchange = name or str(self._n_exchanges)
         values = self._exchange_now(value, form, look or self.look)
-        self._pass_on()
+        try:
+            self._pass_on()
+        except RuntimeError as error:
+            raise self.lost(error) from error
         return values
 
     def _exchange_now(self, value: Any, form: messages.Form, look: Callable[[], None]) -> list[Any]:
@@ -242,7 +245,7 @@ class StoreBootstrap:
 
     def store(self, name: str) -> Store:
         """A part of the store for others to use, who may wait there."""
-        return PrefixStore(name, own_connection(self._store))
+        return PrefixStore(name, own_connection(self._store, self.timeout))
 
     # The notes that ranks leave each other after init; see fastcomm.comm.watchdog.Notes.
 
@@ -263,8 +266,11 @@ class StoreBootstrap:
 
 def meet_in_group(group: dist.ProcessGroup, timeout: timedelta) -> StoreBootstrap:
     """Opens the store of a torch.distributed group, for another meeting of its ranks."""
-    store = own_connection(dist.distributed_c10d._get_process_group_store(group))
-    part, pass_on = own_part(store, group.rank(), f"group {group.group_name}")
+    name = f"group {group.group_name}"
+    store = dist.distributed_c10d._get_process_group_store(group)
+    with said_of(group.rank(), name):
+        store = own_connection(store, timeout)
+    part, pass_on = own_part(store, group.rank(), timeout, name)
     return StoreBootstrap(part, group.rank(), group.size(), timeout, pass_on=pass_on)
 
 
@@ -314,7 +320,8 @@ def meet(
 class MeetingPoint:
     """The store at a place, which is opened anew when the process that has served it is gone.
 
-    prefix: of the keys of what these ranks have met for. patience: with the store, to answer.
+    prefix: of the keys of what these ranks have met for. patience: how long the store may take to
+    answer; rebuild() sets its own timeout.
     """
 
     def __init__(
@@ -322,7 +329,7 @@ class MeetingPoint:
     ) -> None:
         self.store = store
         self.prefix = ""
-        self._patience_s = patience.total_seconds()
+        self.patience = patience
         self._place = place
 
     def bootstrap(self, rank: int, world_size: int, timeout: timedelta) -> StoreBootstrap:
@@ -333,14 +340,19 @@ class MeetingPoint:
         met.point = self
         return met
 
-    def asked(self, prefix: str | None = None) -> Asked:
-        """The store, or the part of it that has the prefix."""
+    def asked(self, prefix: str | None = None, patience: timedelta | None = None) -> Asked:
+        """The store, or the part of it that has the prefix. patience: in place of the point's."""
         store = self.store if prefix is None else PrefixStore(prefix, self.store)
-        return Asked(store, self._patience_s)
+        patience = self.patience if patience is None else patience
+        return Asked(store, patience.total_seconds())
 
-    def waiting(self, ranks: Sequence[int]) -> dict[int, list[Any]]:
-        """Which of these ranks wait here for a first meeting, and their processes: pid and host."""
-        store = self.asked()
+    def waiting(
+        self, ranks: Sequence[int], *, patience: timedelta | None = None
+    ) -> dict[int, list[Any]]:
+        """Which of these ranks wait here for a first meeting, and their processes: pid and host.
+        patience: in place of the point's, for a look that need not have an answer.
+        """
+        store = self.asked(patience=patience)
         came = f"{_prefix()}/{store.add(_counter(), 0)}/came"
         processes = {
             rank: messages.read(
@@ -403,21 +415,37 @@ def _counter(name: str = "ranks") -> str:
     return f"{_prefix(name)}/n_meetings"
 
 
-def own_part(store: Store, rank: int, name: str = "ranks") -> tuple[Store, Callable[[], None]]:
+def own_part(
+    store: Store, rank: int, timeout: timedelta, name: str = "ranks"
+) -> tuple[Store, Callable[[], None]]:
     """The part of a store that belongs to one meeting alone, and a function to call once all ranks
-    are there: who comes afterwards meets in the next part. name: of those who meet.
+    are there: who comes afterwards meets in the next part. timeout: for the store to answer. name:
+    of those who meet.
 
     The store counts the meetings, not the process: one that has met others before, and one that has
     not, meet as well. A meeting that has failed is left by each rank as it comes again, so that
     those who have not come yet learn of the failure.
     """
-    prefix, pass_on = _enter_part(store, rank, name)
+    with said_of(rank, name):
+        prefix, pass_on = _enter_part(Asked(store, timeout.total_seconds()), rank, name)
     return PrefixStore(prefix, store), pass_on
 
 
-def _enter_part(
-    store: Store | Asked, rank: int, name: str = "ranks"
-) -> tuple[str, Callable[[], None]]:
+@contextlib.contextmanager
+def said_of(rank: int, name: str) -> Iterator[None]:
+    """Makes an InitError of the silence of the store at which this rank is to meet those of the
+    name.
+    """
+    try:
+        yield
+    except Silence as silence:
+        raise InitError(
+            f"rank {rank} cannot meet the others of {name}: {silence}; see whether the process "
+            "that serves it is stopped, and whether its host can be reached"
+        ) from silence
+
+
+def _enter_part(store: Asked, rank: int, name: str = "ranks") -> tuple[str, Callable[[], None]]:
     counter, visitor = _counter(name), json.dumps([_PROCESS, os.getpid(), host_identity()])
     number = store.add(counter, 0)
     came = f"{_prefix(name)}/{number}/came/{rank}"
@@ -428,7 +456,7 @@ def _enter_part(
     return f"{_prefix(name)}/{number}", partial(_end_part, store, number, name)
 
 
-def _end_part(store: Store | Asked, number: int, name: str = "ranks") -> None:
+def _end_part(store: Asked, number: int, name: str = "ranks") -> None:
     """The first rank ends it; for the others it is over already."""
     store.compare_set(_counter(name), str(number), str(number + 1))
 
@@ -468,11 +496,14 @@ def host_identity() -> str:
         return f"{boot_id.read().strip()}/{os.readlink('/proc/self/ns/pid')}"
 
 
-def own_connection(store: Store) -> Store:
+def own_connection(store: Store, timeout: timedelta) -> Store:
     """The same store over a connection of its own, where torch can make one: over a shared one, a
-    wait of torch's would hold up the watchdog.
+    wait of torch's would hold up the watchdog. Raises Silence.
     """
-    return store.clone() if hasattr(store, "clone") else store
+    if not hasattr(store, "clone"):
+        return store
+    own: Store = answer_of(store.clone, timeout.total_seconds() + ANSWER_S)
+    return own
 
 
 def _open_store(place: ParseResult, world_size: int, timeout: timedelta, is_server: bool) -> Store:

@@ -28,7 +28,7 @@ from fastcomm.comm import messages
 from fastcomm.comm.objects import gather_objects
 from fastcomm.comm.transport import Transport
 from fastcomm.errors import FastcommError, PeerLostError, TimeoutError
-from fastcomm.launching.asking import ANSWER_S, answer_of
+from fastcomm.launching.asking import ANSWER_S, Silence, answer_of
 from fastcomm.launching.bootstrap import (
     PROCESS,
     Caller,
@@ -44,6 +44,7 @@ from fastcomm.launching.bootstrap import (
 from fastcomm.launching.channels import Channels
 
 _log = logging.getLogger("fastcomm")
+_SILENT_S = 60.0  # until a store that has not answered is asked again
 _PAUSE_S, _LONGEST_PAUSE_S = 0.002, 0.02
 _GRACE_S = 5.0  # how much longer than the leader the others wait
 _GIVEN_UP = "null"  # in place of who takes part
@@ -302,6 +303,7 @@ class Membership(Fixed):
         self._of_older: Callable[[], _Newest | None] = lambda: None
         self.is_rebuilt = meeting.number > 0
         self.is_new = is_new
+        self._silent_until = 0.0  # the store, for all that is known
 
     def has_caught_up(self) -> None:
         """This process has all that the others have."""
@@ -329,6 +331,7 @@ class Membership(Fixed):
         return made
 
     def _meet_anew(self, comm: Transport, timeout: timedelta) -> Transport:
+        self._point.patience = timeout
         newest = self._meeting  # of those that this process takes part in
         unreachable = set(getattr(comm.failure, "ranks", ()))
         number = newest.number
@@ -440,16 +443,26 @@ class Membership(Fixed):
         note = json.dumps(meeting)
         if text_of(store.compare_set("members", "", note)) != note:
             return  # the others have given this rank up
-        self._point.store.set(f"{before.prefix}/decided", note)
+        self._point.asked(before.prefix).set("decided", note)
         if waiting:
             self._point.take_in(note)
 
     def is_awaited(self) -> bool:
-        """Whether a process waits to be taken in."""
+        """Whether a process waits to be taken in. A store that is silent is asked again later."""
         present = {member.started_as for member in self._meeting.members}
         others = [rank for rank in range(self._meeting.n_started) if rank not in present]
-        with contextlib.suppress(RuntimeError):  # the store is gone
-            return bool(self._point.waiting(others))
+        try:
+            return time.monotonic() >= self._silent_until and bool(
+                self._point.waiting(others, patience=timedelta())
+            )
+        except Silence as silence:
+            self._silent_until = time.monotonic() + _SILENT_S
+            _log.warning(
+                f"{silence}: for {_SILENT_S:g} s nobody looks whether a process waits there to be "
+                "taken in"
+            )
+        except RuntimeError:  # the store is gone
+            pass
         return False
 
 
@@ -532,7 +545,9 @@ def connect_members(
     """
     rank = meeting.own_rank
     assert rank is not None  # for the type checker
-    members = PrefixStore(f"{meeting.prefix}/{meeting.number}/members", own_connection(point.store))
+    members = PrefixStore(
+        f"{meeting.prefix}/{meeting.number}/members", own_connection(point.store, timeout)
+    )
     bootstrap = StoreBootstrap(
         *(members, rank, len(meeting.members), timeout),
         caller=_CALLER,

@@ -30,6 +30,7 @@ from fastcomm.launching.bootstrap import (
     meet,
     meet_in_group,
     own_connection,
+    said_of,
 )
 from fastcomm.launching.bootstrap import host_identity as _host_identity
 from fastcomm.launching.membership import Fixed, arrive
@@ -155,9 +156,9 @@ def connect(
     store: for these ranks alone. Errors name the caller, and each rank by its number in `names`.
     look: called while this rank waits for others; raises PeerLostError when one will not come.
     """
-    bootstrap = StoreBootstrap(
-        own_connection(store), rank, world_size, timeout, caller, names, look
-    )
+    with said_of(rank, "this communicator"):
+        own = own_connection(store, timeout)
+    bootstrap = StoreBootstrap(own, rank, world_size, timeout, caller, names, look)
     if names[rank] == 0:
         _warn_of_torch()
     _answer_others()

@@ -29,7 +29,7 @@ from torch.distributed import PrefixStore, ReduceOp  # type: ignore[attr-defined
 from fastcomm.comm.autograd_stack import caller_is_called_by_autograd
 from fastcomm.comm.collective import CPU_DTYPES, REDUCTIONS
 from fastcomm.errors import FastcommError, InitError, PeerLostError
-from fastcomm.launching.bootstrap import Caller, count_as_finished, own_part
+from fastcomm.launching.bootstrap import Caller, count_as_finished, own_part, said_of
 from fastcomm.launching.rendezvous import connect
 from fastcomm.torch_backend.ddp_buckets import lend_memory_to_ddp
 from fastcomm.torch_backend.gloo_engine import GlooEngine
@@ -90,8 +90,8 @@ class ProcessGroup(dist.ProcessGroup):
         super().__init__(options.group_rank, options.group_size)  # type: ignore[call-arg]
         # Ranks may begin again on a store that has outlived a group of the same name: its keys are
         # not for this group.
-        members = f"{options.group_id} of {options.global_ranks_in_group}"
-        self._store, pass_on = own_part(options.store, self.rank(), members)
+        members = f"group {options.group_id} of {options.global_ranks_in_group}"
+        self._store, pass_on = own_part(options.store, self.rank(), options.timeout, members)
         self._timeout: timedelta = options.timeout
         # Rank r of this group is rank members[r] of all.
         self._members: list[int] = options.global_ranks_in_group or list(range(self.size()))
@@ -101,9 +101,10 @@ class ProcessGroup(dist.ProcessGroup):
         self._nccl: SharedCommunicator | None = None
         caller = _INIT if dist.group.WORLD is None else _NEW_GROUP
         self._cpu, self._peers = self._connect("cpu", torch.device("cpu"), caller)
-        pass_on()
-        count_as_finished(options.store)
         try:
+            with said_of(self.rank(), members):
+                pass_on()
+            count_as_finished(options.store)
             self._register_engines(options)
             # Gloo connects one side first: no rank may end the group while another connects.
             self._cpu.comm.barrier()

@@ -20,6 +20,8 @@ from tests.support.bodies import Place, my_place, note
 from tests.support.outcomes import values_of
 from tests.support.ranks import fresh_ranks, on_ranks
 
+TIMEOUT = timedelta(seconds=20)
+
 
 def _meet(place: Place, path: str) -> fastcomm.Communicator:
     return fastcomm.init(
@@ -67,26 +69,26 @@ def test_an_attempt_of_torchrun_does_not_meet_what_an_earlier_one_has_left(monke
     for attempt in ("0", "1"):
         monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", attempt)
         monkeypatch.setattr(bootstrap, "_PROCESS", attempt)  # every attempt is one of its own
-        parts.append(bootstrap.own_part(store, 0)[0])
+        parts.append(bootstrap.own_part(store, 0, TIMEOUT)[0])
     parts[0].set("1/0", "a value of rank 0's")
     assert not parts[1].check(["1/0"])
 
 
 def test_communicators_of_one_process_do_not_meet_at_one_place():
     store = HashStore()
-    first, second = (bootstrap.own_part(store, 0)[0] for _ in range(2))
+    first, second = (bootstrap.own_part(store, 0, TIMEOUT)[0] for _ in range(2))
     first.set("1/0", "a value of rank 0's")
     assert not second.check(["1/0"])
 
 
 def test_a_process_that_comes_after_all_have_met_finds_a_place_of_its_own(monkeypatch):
     store = HashStore()
-    part, pass_on = bootstrap.own_part(store, 0)
+    part, pass_on = bootstrap.own_part(store, 0, TIMEOUT)
     met = bootstrap.StoreBootstrap(part, 0, 1, timedelta(seconds=9), pass_on=pass_on)
     assert met.exchange("a value", str) == ["a value"]
     assert part.check(["1/0"])
     monkeypatch.setattr(bootstrap, "_PROCESS", "another one")
-    assert not bootstrap.own_part(store, 0)[0].check(["1/0"])
+    assert not bootstrap.own_part(store, 0, TIMEOUT)[0].check(["1/0"])
 
 
 def test_a_process_that_died_while_it_waited_does_not_keep_its_rank_from_the_next(monkeypatch):

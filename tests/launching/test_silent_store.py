@@ -13,12 +13,14 @@ from datetime import timedelta
 from urllib.parse import urlparse
 
 import pytest
+import torch.distributed as dist
 from torch.distributed import HashStore, TCPStore
 
 import fastcomm
 from fastcomm.launching import asking
 from fastcomm.launching.asking import ANSWER_S, Asked, Silence
-from fastcomm.launching.bootstrap import MeetingPoint
+from fastcomm.launching.bootstrap import MeetingPoint, host_identity
+from fastcomm.launching.membership import Meeting, Member, Membership
 from tests.support.outcomes import values_of
 from tests.support.ranks import fresh_ranks, own_port
 
@@ -47,13 +49,19 @@ def _server(port: int) -> Iterator[int]:
         os.waitpid(pid, 0)
 
 
+def _stop(pid):
+    """Returns once the process, a child of this one, is stopped."""
+    os.kill(pid, signal.SIGSTOP)
+    os.waitpid(pid, os.WUNTRACED)
+
+
 def _meet_at_a_silent_store(place, port, delay_s):
     """Rank 1's error, and after how long. Rank 0 never comes."""
     with _server(port) as pid:
         if delay_s == 0:
-            os.kill(pid, signal.SIGSTOP)
+            _stop(pid)
         else:
-            threading.Timer(delay_s, os.kill, [pid, signal.SIGSTOP]).start()
+            threading.Timer(delay_s, _stop, [pid]).start()
         start = time.monotonic()
         with pytest.raises(fastcomm.InitError) as raised:
             fastcomm.init(init_method=f"tcp://{HOST}:{port}", rank=1, world_size=2, timeout=TIMEOUT)
@@ -75,7 +83,7 @@ def _meet_anew_at_a_silent_store(place, port):
         store = TCPStore(HOST, port, is_master=False, wait_for_workers=False)
         point = MeetingPoint(url, store, TIMEOUT)
         assert point.answers()
-        os.kill(pid, signal.SIGSTOP)
+        _stop(pid)
         with pytest.raises(Silence):
             point.asked("a part").check(["key"])
         assert not point.answers()
@@ -89,6 +97,60 @@ def test_ranks_that_meet_anew_give_a_silent_store_up():
     [message] = values_of(outcomes)
     assert message.startswith(f"the meeting point 'tcp://{HOST}")
     assert "does not answer" in message
+
+
+def _open_with_a_silent_group(place, port, makes):
+    """What `makes` raises, of a group whose store is silent, and after how long."""
+    with _server(port) as pid:
+        store = TCPStore(HOST, port, is_master=False, wait_for_workers=False)
+        dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+        _stop(pid)
+        start = time.monotonic()
+        with pytest.raises(fastcomm.InitError) as raised:
+            makes()
+        return str(raised.value), time.monotonic() - start
+
+
+def _in_a_group():
+    fastcomm.init(group=dist.group.WORLD, timeout=TIMEOUT)
+
+
+def _as_a_backend():
+    dist.new_group(backend="fastcomm", timeout=TIMEOUT)
+
+
+@pytest.mark.parametrize("makes", [_in_a_group, _as_a_backend])
+def test_a_group_whose_store_is_silent_is_given_up(makes):
+    outcomes = fresh_ranks(1, _open_with_a_silent_group, own_port(), makes, timeout=LATEST_S)
+    [(message, took_s)] = values_of(outcomes)
+    assert message.startswith("rank 0 cannot meet the others of")
+    assert "the store has not answered for" in message
+    assert took_s < TIMEOUT.total_seconds() + 2 * ANSWER_S
+
+
+def _look_at_a_silent_store(place, port):
+    """How long two looks take, for somebody who waits to be taken in."""
+    with _server(port) as pid:
+        store = TCPStore(HOST, port, is_master=False, wait_for_workers=False)
+        point = MeetingPoint(urlparse(f"tcp://{HOST}:{port}"), store, timedelta(minutes=5))
+        me = Member(0, 0, os.getpid(), host_identity())
+        meeting = Meeting("first", 0, "shm", 2, 2, [me])
+        membership = Membership(point, None, None, meeting)
+        assert not membership.is_awaited()
+        _stop(pid)
+        times = []
+        for _ in range(2):
+            start = time.monotonic()
+            assert not membership.is_awaited()
+            times.append(time.monotonic() - start)
+        return times
+
+
+def test_a_look_at_a_silent_store_is_short_and_the_last():
+    outcomes = fresh_ranks(1, _look_at_a_silent_store, own_port(), timeout=LATEST_S)
+    [(first, second)] = values_of(outcomes)
+    assert first < 2 * ANSWER_S
+    assert second < ANSWER_S / 2
 
 
 def test_a_silent_store_is_asked_once(monkeypatch):

@@ -205,6 +205,22 @@ MUTATIONS = (
         tests=("tests/launching/test_meeting.py",),
     ),
     Mutation(
+        name="bootstrap: a group's store may answer whenever it likes",
+        file=BOOTSTRAP,
+        within="own_part",
+        old="Asked(store, timeout.total_seconds())",
+        new="store",
+        tests=("tests/launching/test_silent_store.py",),
+    ),
+    Mutation(
+        name="membership: a silent store is looked at again",
+        file="fastcomm/launching/membership.py",
+        within="Membership.is_awaited",
+        old="self._silent_until = time.monotonic() + _SILENT_S",
+        new="pass",
+        tests=("tests/launching/test_silent_store.py",),
+    ),
+    Mutation(
         name="bootstrap: a store's file goes while a rank opens it again",
         file=BOOTSTRAP,
         within="count_as_finished",
