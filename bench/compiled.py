@@ -113,7 +113,13 @@ def main() -> int:
 def parse_options() -> argparse.Namespace:
     parser = report.make_parser(__doc__)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--models", nargs="+", choices=list(CASES | CUDA_CASES), metavar="MODEL")
+    parser.add_argument(
+        "--models",
+        nargs="+",
+        choices=list(CASES | CUDA_CASES),
+        metavar="MODEL",
+        help=f"of {', '.join(CASES)} (gpt2 conv); on a GPU of {', '.join(CUDA_CASES)} (bert)",
+    )
     parser.add_argument("--backend", default="inductor", help="of torch.compile (inductor)")
     parser.add_argument("--ranks", type=int, metavar="N", help="or hosts (2; on GPUs all)")
     parser.add_argument("--rate", help="of the hosts' links, as tc(8) writes it; without: one host")
