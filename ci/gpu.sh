@@ -48,7 +48,7 @@ rm -f "$folder"/{gpu-summary,flatten,allreduce-cuda,step-cuda,paper-fig12-nccl}.
 rm -f "$folder"/gpu-*.log
 table=()
 status=0
-room=3200 # characters of failed steps that are printed beside those of any step
+room=3000 # characters of failed steps that are printed beside those of any step
 
 # Runs the command in a session of its own, and ends the whole session when the time is up.
 step() { # <name> <seconds> <command ...>
