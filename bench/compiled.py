@@ -59,6 +59,7 @@ from typing import Any
 import torch
 from lib import cuda_clock, launch, machine, report, turns
 from lib.models import CASES, CUDA_CASES, WARM_UP_STEPS, Case
+from lib.places import enter, places_of
 from lib.tables import Column, Table
 from torch import Tensor
 
@@ -70,7 +71,6 @@ try:
 except ModuleNotFoundError:  # installed: ranks share this machine's memory
     namespaces = None  # type: ignore[assignment]
 
-PORT = 29500  # in namespaces of our own every port is free
 AS_RANK = "--as-rank"
 # Each way that communicates, by the same graphs without communication.
 LOCAL = {
@@ -146,10 +146,7 @@ def ranks_of(options: argparse.Namespace) -> Iterator[launch.Ranks]:
         places: list[list[Any]] = []
         if options.rate is not None:
             hosts = stack.enter_context(namespaces.Hosts([1] * n, rate=options.rate))
-            places = [
-                [hosts.namespace(rank), f"tcp://{hosts.address(0)}:{PORT}", hosts.environment(rank)]
-                for rank in range(n)
-            ]
+            places = places_of(hosts)
         arguments = [AS_RANK, options.device, json.dumps(places)]
         yield stack.enter_context(launch.Ranks(Path(__file__).resolve(), n, arguments=arguments))
 
@@ -242,16 +239,11 @@ class Methods:
         return statistics.median(first), statistics.median(launched)
 
     def warm_up(self) -> None:
-        optimizers = {
-            model: torch.optim.SGD(model.parameters(), lr=1e-4)
-            for model in (self._forwards["local"], self._forwards["eager"])
-        }
+        alone, attached = (
+            torch.optim.SGD(self._forwards[way].parameters(), lr=1e-4) for way in ("local", "eager")
+        )
         self._steps = {
-            way: self._case.training_step(
-                forward,
-                self._batch,
-                optimizers[self._forwards["eager" if way in LOCAL else "local"]],
-            )
+            way: self._case.training_step(forward, self._batch, attached if way in LOCAL else alone)
             for way, forward in self._forwards.items()
         }
         for step in self._steps.values():
@@ -319,15 +311,10 @@ def run_rank(device: str, places: Sequence[Sequence[Any]]) -> None:
     launch.die_with_parent()
     torch.set_num_threads(1)
     rank, n = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    backend, method = "shm", f"file://{launch.scratch()}/ranks"
+    backend, method = enter(rank, places)
     own = torch.device("cpu")
     if device == "cuda":
         backend, own = "nccl", cuda_clock.use_device(rank)
-    if places:
-        namespace, method, environment = places[rank]
-        namespaces.enter(namespace)
-        os.environ.update(environment)
-        backend = "hierarchical"
     with fastcomm.init(backend, init_method=method, rank=rank, world_size=n, device=own) as comm:
         launch.serve(rank, Methods(comm))
         comm.barrier()

@@ -35,6 +35,7 @@ import torch
 from lib import launch, report, turns
 from lib import machine as this_machine
 from lib.models import CASES, resnet50
+from lib.places import places_of
 from lib.step_profile import Profile
 from lib.tables import Column, Table
 from simulate_rank import AUTO, CALIBRATED_RANKS, SCRIPT, costs_of
@@ -52,7 +53,6 @@ except ModuleNotFoundError:  # installed
     namespaces = None  # type: ignore[assignment]
 
 V100 = Path(__file__).resolve().parent / "machines" / "v100.toml"
-PORT = 29500  # in namespaces of our own every port is free
 SCALES = tuple(1 << exponent for exponent in range(11))
 GOAL = 0.15
 # Seconds of a step with DDP over NCCL, by GPUs, median; "local": without DDP.
@@ -265,11 +265,8 @@ def ranks_of(wire: str, n: int, options: argparse.Namespace) -> Iterator[launch.
             yield ranks
         return
     with namespaces.Hosts(hosts_of(n), rate=options.rate) as hosts:
-        places = [
-            [hosts.namespace(host), f"tcp://{hosts.address(0)}:{PORT}", hosts.environment(rank)]
-            for rank, host in enumerate(hosts.host_of)
-        ]
-        with launch.Ranks(SCRIPT, n, arguments=[json.dumps(places)]) as ranks:
+        arguments = [json.dumps(places_of(hosts))]
+        with launch.Ranks(SCRIPT, n, arguments=arguments) as ranks:
             yield ranks
 
 

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from lib import launch, turns
 from lib.models import CASES, WARM_UP_STEPS
+from lib.places import enter
 from lib.step_profile import Profile, Stopwatch, median_of
 
 import fastcomm
@@ -126,15 +127,7 @@ def serve() -> None:
     torch.set_num_threads(1)
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     places = json.loads(sys.argv[1]) if sys.argv[1:] else None
-    if places is None:
-        backend, method = "shm", f"file://{launch.scratch()}/ranks"
-    else:
-        from tests.support import namespaces
-
-        namespace, method, environment = places[rank]
-        namespaces.enter(namespace)
-        os.environ.update(environment)
-        backend = "hierarchical"
+    backend, method = enter(rank, places)
     with fastcomm.init(backend, init_method=method, rank=rank, world_size=world_size) as comm:
         launch.serve(rank, Methods(comm))
         comm.barrier()
