@@ -156,9 +156,9 @@ def connect(
     store: for these ranks alone. Errors name the caller, and each rank by its number in `names`.
     look: called while this rank waits for others; raises PeerLostError when one will not come.
     """
-    with said_of(rank, "this communicator"):
+    with said_of(names[rank], "this communicator"):
         own = own_connection(store, timeout)
-    bootstrap = StoreBootstrap(own, rank, world_size, timeout, caller, names, look)
+        bootstrap = StoreBootstrap(own, rank, world_size, timeout, caller, names, look)
     if names[rank] == 0:
         _warn_of_torch()
     _answer_others()

@@ -146,7 +146,7 @@ def _look_at_a_silent_store(place, port):
         return times
 
 
-def test_a_look_at_a_silent_store_is_short_and_the_last():
+def test_a_look_at_a_silent_store_is_short_and_the_last_for_a_while():
     outcomes = fresh_ranks(1, _look_at_a_silent_store, own_port(), timeout=LATEST_S)
     [(first, second)] = values_of(outcomes)
     assert first < 2 * ANSWER_S
