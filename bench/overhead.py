@@ -122,7 +122,7 @@ Transport.register(IdleTransport)
 def main() -> int:
     options = parse_options()
     if "RANK" not in os.environ:
-        launch.become_torchrun(options.ranks)
+        launch.become_ranks(options.ranks)
     torch.set_num_threads(1)
     counters = Counters()  # first: it counts Gloo's threads as well
     with fastcomm.init("shm") as comm:

@@ -112,7 +112,7 @@ def main() -> int:
         print(f"bench/step.py --device cuda needs a GPU, and {reason}", file=sys.stderr)
         return 2
     if "RANK" not in os.environ:
-        launch.become_torchrun(options.ranks or (cuda_clock.device_count() if is_cuda else 2))
+        launch.become_ranks(options.ranks or (cuda_clock.device_count() if is_cuda else 2))
     torch.set_num_threads(1)
     device = (
         cuda_clock.use_device(int(os.environ["LOCAL_RANK"])) if is_cuda else torch.device("cpu")

@@ -53,7 +53,7 @@ PREDICTED_US = {"gpt2": 60.0, "conv": 20.0, "mlp": 16.0, "transformer": 30.0}
 def main() -> int:
     options = parse_options()
     if "RANK" not in os.environ:
-        launch.become_torchrun(2)
+        launch.become_ranks(2)
     torch.set_num_threads(1)
     with fastcomm.init("shm") as comm:
         rows = [measure(comm, name, options) for name in options.models]

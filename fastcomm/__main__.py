@@ -24,6 +24,7 @@ import torch
 import fastcomm
 from fastcomm.insight import diagnosis
 from fastcomm.launching import launchers, runner
+from fastcomm.launching.cores import cores
 from fastcomm.transports.cuda import driver as cuda_driver
 from fastcomm.transports.cuda import multi_tensor
 from fastcomm.transports.nccl import library as nccl_library
@@ -123,7 +124,10 @@ def add_run(commands: Commands) -> None:
     says = "starts a Python script on several ranks of this machine, and ends all when one fails"
     of_run = commands.add_parser("run", help=says, description=f"S{says[1:]}.", allow_abbrev=False)
     of_run.add_argument(
-        "--ranks", type=int, metavar="N", help="default: one for each GPU, else one for each core"
+        "--ranks",
+        type=int,
+        metavar="N",
+        help="default: one for each GPU, else one for each physical core, but at most 64",
     )
     of_run.add_argument(
         "--threads", type=int, metavar="N", help="of each rank; default: its share of the cores"
@@ -136,6 +140,7 @@ def add_run(commands: Commands) -> None:
         help="start another process in place of a rank that fails, up to N times, while the others "
         "go on by reducer.elastic(); default: end all",
     )
+    of_run.add_argument("--plain", action="store_true", help=argparse.SUPPRESS)  # for demo, bench
     of_run.add_argument("script", help="a Python file")
     own = of_run.add_argument("arguments", nargs=argparse.REMAINDER, help="the script's own")
     own.required = False  # else argparse asks for them, too, where there is no script
@@ -187,7 +192,11 @@ def run(options: argparse.Namespace) -> int:
     find_this_package()
     try:
         failure = runner.run(
-            [options.script, *options.arguments], options.ranks, options.threads, options.replace
+            [options.script, *options.arguments],
+            options.ranks,
+            options.threads,
+            options.replace,
+            options.plain,
         )
     except (fastcomm.FastcommError, ValueError) as error:  # before a rank was started
         print(error, file=sys.stderr)
@@ -212,16 +221,16 @@ def diagnose(folder: Path | None, pids: list[int] | None) -> int:
 
 
 def demo(arguments: list[str]) -> NoReturn:
-    """Two ranks under torchrun, the cores divided between them."""
+    """On two ranks, the cores divided between them."""
     path = script("examples", "train_gpt")
     sys.path.insert(0, str(path.parent))
     # What is wrong with the arguments is said once, not by each rank.
     importlib.import_module("train_gpt").parse_options(arguments)
-    if "RANK" in os.environ:  # as a rank that torchrun has started
+    if "RANK" in os.environ:  # as a rank that a launcher has started
         become(str(path), *arguments)
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, runner.cores() // 2)))
-    launcher = ("-m", "fastcomm.launching.torchrun", "--standalone", "--nproc-per-node=2")
-    become(*launcher, str(path), *arguments)
+    n_threads = os.environ.get("OMP_NUM_THREADS")
+    threads = ["--threads", n_threads] if n_threads else []
+    become("-m", "fastcomm", "run", "--plain", "--ranks", "2", *threads, str(path), *arguments)
 
 
 def script(folder: str, name: str) -> Path:
@@ -263,7 +272,7 @@ def info() -> dict[str, str]:
         "torch": f"{torch.__version__} (CUDA {torch.version.cuda})"
         if torch.version.cuda
         else f"{torch.__version__} (CPU only)",
-        "machine": f"{platform.machine()}, {runner.cores()} cores for this process, SIMD "
+        "machine": f"{platform.machine()}, {cores()} cores for this process, SIMD "
         f"{torch.backends.cpu.get_cpu_capability()}",
         "shm": shm_state(),
         "hosts": hosts_state(),

@@ -214,14 +214,10 @@ def die_with_parent() -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def become_torchrun(ranks: int) -> NoReturn:
-    """Becomes torchrun with this script and these arguments. Needs no name of this host, which not
-    every machine can resolve.
-    """
-    os.environ["OMP_NUM_THREADS"] = "1"
-    torchrun = ("-m", "fastcomm.launching.torchrun", "--standalone", "--local-addr=127.0.0.1")
-    command = [*torchrun, f"--nproc-per-node={ranks}", *sys.argv]
-    os.execv(sys.executable, [sys.executable, *command])
+def become_ranks(ranks: int) -> NoReturn:
+    """Becomes a launcher of this script and these arguments, on so many ranks."""
+    run = ("-m", "fastcomm", "run", "--plain", "--threads=1", f"--ranks={ranks}")
+    os.execv(sys.executable, [sys.executable, *run, *sys.argv])
 
 
 def exit_on_sigterm() -> None:

@@ -278,7 +278,7 @@ def meet(
     init_method: str, rank: int | None, world_size: int | None, timeout: timedelta
 ) -> StoreBootstrap:
     """Opens the store that init_method names."""
-    place = urlparse(init_method)
+    place = _parsed(init_method)
     is_alone = place.scheme == "env" and world_size == 1
     is_told = is_alone and rank is None
     is_served = False
@@ -506,18 +506,33 @@ def own_connection(store: Store, timeout: timedelta) -> Store:
     return own
 
 
+def _parsed(init_method: str) -> ParseResult:
+    """Raises ValueError, also for what leads elsewhere than it seems to: file://folder/file."""
+    reason = ""
+    try:
+        place = urlparse(init_method)
+        is_file = place.scheme == "file" and place.path.strip("/") and not place.netloc
+        is_tcp = place.scheme == "tcp" and place.hostname and place.port
+        if place.scheme == "env" or is_file or is_tcp:
+            return place
+    except ValueError as error:
+        reason = f" ({error})"
+    raise ValueError(
+        f"init_method must be env://, tcp://host:port or file:///path; got {init_method!r}{reason}"
+    )
+
+
 def _open_store(place: ParseResult, world_size: int, timeout: timedelta, is_server: bool) -> Store:
-    if place.scheme == "file" and place.path:
+    if place.scheme == "file":
+        if os.path.isdir(place.path):
+            raise IsADirectoryError(f"{place.path} is a folder: name a file in it")
         if not os.access(os.path.dirname(place.path), os.W_OK):  # the store would wait for ever
             raise FileNotFoundError(
                 f"{os.path.dirname(place.path)} is not a folder this process can write to"
             )
         return FileStore(place.path, world_size)
-    if place.scheme != "tcp" or not place.hostname or not place.port:
-        raise ValueError(
-            f"init_method must be env://, tcp://host:port or file:///path; got {place.geturl()!r}"
-        )
     if not is_server:
+        assert place.hostname is not None and place.port is not None  # for the type checker
         _await_server(place.hostname, place.port, timeout.total_seconds())
     return _tcp_store(place, is_server, timeout)
 

@@ -47,7 +47,8 @@ class CallFolder:
 
     def write_call(self, preparation: dict[str, Any], packed: bytes) -> None:
         """For rank_process.py, which reads it before it has fastcomm."""
-        (self.path / "call").write_bytes(pickle.dumps((preparation, packed)))
+        with _in_folder():
+            (self.path / "call").write_bytes(pickle.dumps((preparation, packed)))
 
     def answer(self, rank: int) -> bytes | None:
         """What the rank has returned, as it has written it."""
@@ -74,7 +75,17 @@ class CallFolder:
     # -- in a rank ---------------------------------------------------------------------------------
 
     def write_answer(self, rank: int, value: bytes) -> None:
-        (self.path / f"answer-{rank}").write_bytes(value)
+        with _in_folder():
+            (self.path / f"answer-{rank}").write_bytes(value)
+
+
+@contextlib.contextmanager
+def _in_folder() -> Iterator[None]:
+    """Says what to do where something cannot be written there. Raises InitError."""
+    try:
+        yield
+    except OSError as error:
+        raise launchers.no_folder(error) from error
 
 
 def _raised(rank: int, path: Path) -> Raised:
@@ -96,10 +107,11 @@ def new_folder() -> Iterator[CallFolder]:
     with contextlib.ExitStack() as ours:
         with contextlib.ExitStack() as starting:
             # Between its making and its lock, a folder looks as one that was left.
-            _lock(home, fcntl.LOCK_EX, starting)
-            _remove_left(home)
-            path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=home))
-            _lock(path, fcntl.LOCK_EX, ours)
+            with _in_folder():
+                _lock(home, fcntl.LOCK_EX, starting)
+                _remove_left(home)
+                path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=home))
+                _lock(path, fcntl.LOCK_EX, ours)
             ours.callback(shutil.rmtree, path, ignore_errors=True)  # while it is locked
         yield CallFolder(path)
 

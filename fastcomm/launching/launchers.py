@@ -4,6 +4,8 @@ where they meet. torchrun and whoever sets its variables come first, then MPI's,
 
 from __future__ import annotations
 
+import contextlib
+import ipaddress
 import os
 import re
 import sys
@@ -90,14 +92,14 @@ def meeting_point(started_by: Launcher, world_size: int) -> str:
     first. Raises InitError where neither says anything.
     """
     if started_by is TORCHRUN:
-        return _tcp(_value("MASTER_ADDR"), _port())
+        return _tcp("MASTER_ADDR", _value("MASTER_ADDR"), _port())
     if "MASTER_ADDR" in os.environ:
-        return _tcp(os.environ["MASTER_ADDR"], _port(_DEFAULT_PORT))
+        return _tcp("MASTER_ADDR", os.environ["MASTER_ADDR"], _port(_DEFAULT_PORT))
     if started_by is SRUN:
         # A step may run on fewer hosts than its job.
         hosts = os.environ.get("SLURM_STEP_NODELIST") or _value("SLURM_NODELIST")
         by_job = _FIRST_SLURM_PORT + number("SLURM_JOB_ID") % 10_000
-        return _tcp(first_host(hosts), _port(by_job))
+        return _tcp(f"the first host of SLURM's list {hosts!r}", first_host(hosts), _port(by_job))
     if started_by.local_size in os.environ and number(started_by.local_size) == world_size:
         return f"file://{own_folder()}/{_id_of_launcher(started_by)}"
     raise InitError(
@@ -113,8 +115,10 @@ def serves_store() -> bool:
 
 
 def first_host(hosts: str) -> str:
-    """The first of a list as SLURM writes it: "node03" of "node[03-07,9],login"."""
-    first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", hosts)[0]  # type: ignore[index]  # "" matches
+    """The first of a list as SLURM writes it: "node03" of "node[03-07,9],login". Of a list that is
+    cut off it holds a bracket.
+    """
+    first = re.match(r"(?:[^,\[]|\[[^\]]*\]?)*", hosts)[0]  # type: ignore[index]  # "" matches
     return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", first)
 
 
@@ -148,8 +152,17 @@ def _port(otherwise: int | None = None) -> int:
     return port
 
 
-def _tcp(host: str, port: int) -> str:
-    return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
+def _tcp(source: str, host: str, port: int) -> str:
+    """source: what has named the host, for the error."""
+    bare = host.removeprefix("[").removesuffix("]")
+    with contextlib.suppress(ValueError):
+        return f"tcp://[{ipaddress.IPv6Address(bare)}]:{port}"
+    if not re.fullmatch(r"[\w.-]+", bare):
+        raise InitError(
+            f"{source} must be the name or the address of rank 0's host, without a port, which "
+            f"MASTER_PORT names; it is {host!r}"
+        )
+    return f"tcp://{bare}:{port}"
 
 
 def own_folder() -> Path:
@@ -159,13 +172,18 @@ def own_folder() -> Path:
         folder.mkdir(mode=0o700, exist_ok=True)
         owner = folder.stat().st_uid
     except OSError as error:
-        raise InitError(
-            f"there is no folder for what this user's ranks share: {error}. Set TMPDIR to a folder "
-            "that this user can write to, in the environment of every rank"
-        ) from error
+        raise no_folder(error) from error
     if owner != os.getuid():
         raise InitError(f"{folder} belongs to another user: set TMPDIR")
     return folder
+
+
+def no_folder(error: OSError) -> InitError:
+    return InitError(
+        f"there is no folder for what this user's ranks share: {error}. Set TMPDIR to a folder "
+        "that this user can write to, on a disk with room, in the environment of every rank; see "
+        "`ulimit -f`, too"
+    )
 
 
 def _id_of_launcher(started_by: Launcher) -> str:

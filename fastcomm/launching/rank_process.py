@@ -24,6 +24,7 @@ from pathlib import Path
 is_importing = False  # the launcher's main module, where launch() is not to be called
 _PR_SET_PDEATHSIG = 1
 _OURS = Path(__file__).parent
+_ADVICE = "Set TMPDIR to a folder that this user can write to, on a disk with room"
 _PATIENCE_S = 10.0  # of a rank that has lost another, which may be on its way out
 
 
@@ -34,10 +35,8 @@ def main() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != int(launcher):
         sys.exit(f"the launcher, process {launcher}, has ended")
-    # By lines: Python without a buffer writes each argument of print() by itself, and the launcher
-    # would take the pieces for lines.
-    for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(line_buffering=True, write_through=False)  # type: ignore[union-attr]
+    for stream in (sys.stdout, sys.stderr):  # the launcher prints whole lines as they come
+        stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     try:
         if script:
             run_script(script)
@@ -50,7 +49,10 @@ def main() -> None:
             raise
     except Exception as error:
         _fail(folder, error, is_script=bool(script))
-    _path(folder, "ended").touch()
+    try:
+        _path(folder, "ended").touch()
+    except OSError as unwritten:
+        print(f"The launcher is not told of this end: {unwritten}. {_ADVICE}", file=sys.stderr)
 
 
 def run_script(command: Sequence[str]) -> None:
@@ -115,8 +117,11 @@ def _report(folder: Path, error: BaseException, exit_code: int, how: str) -> Non
     text = f"rank {os.environ['RANK']} (pid {os.getpid()}) {how}"
     # By a rename: the launcher, which may end this rank meanwhile, reads all of it, or nothing.
     written = _path(folder, "writing")
-    written.write_text(json.dumps([time.time(), is_lost, exit_code, text]))
-    written.rename(_path(folder, "raised"))
+    try:
+        written.write_text(json.dumps([time.time(), is_lost, exit_code, text]))
+        written.rename(_path(folder, "raised"))
+    except OSError as unwritten:
+        print(f"{text}\nThe launcher is not told: {unwritten}. {_ADVICE}", file=sys.stderr)
     if is_lost:
         _wait_for_cause(folder)
 

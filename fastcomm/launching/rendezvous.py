@@ -85,7 +85,7 @@ def init(
     and says what to do; NcclError when NCCL itself fails on this rank. Raises ValueError or
     TypeError for bad arguments.
     """
-    _check_arguments(backend, timeout, group)
+    _check_arguments(backend, init_method, timeout, group)
     started_as = (rank, world_size) if group is None else (dist.get_rank(), dist.get_world_size())
     place = _choose_device(backend, device, *started_as)
     if place.type == "cuda":
@@ -230,9 +230,11 @@ def _choose_device(
     )
 
 
-def _check_arguments(backend: str, timeout: object, group: object) -> None:
+def _check_arguments(backend: str, init_method: object, timeout: object, group: object) -> None:
     if backend not in BACKENDS:
         raise ValueError(f"backend must be one of {', '.join(BACKENDS)}; got {backend!r}")
+    if not isinstance(init_method, str):
+        raise TypeError(f"init_method must be a str, such as 'env://'; got {init_method!r}")
     if not isinstance(timeout, timedelta):
         raise TypeError(f"timeout must be a datetime.timedelta(seconds=...); got {timeout!r}")
     if group is not None and not isinstance(group, dist.ProcessGroup):
@@ -372,6 +374,14 @@ def _neighbours(bootstrap: StoreBootstrap, backend: str, place: torch.device) ->
         hosts.setdefault(identity, []).append(rank)
     backends = [_chosen(theirs, list(hosts.values())) for _, theirs in told]
     _refuse_different(backends, bootstrap.names)
+    n_most = max(map(len, hosts.values()))
+    if bootstrap.names[bootstrap.rank] == 0 and asked == "auto" and n_most > MAX_RANKS:
+        warnings.warn(
+            f"a host has {n_most} ranks, and shared memory takes {MAX_RANKS}: 'auto' takes Gloo "
+            f"(backend 'group') for all ranks. Start at most {MAX_RANKS} ranks on a host",
+            RuntimeWarning,
+            stacklevel=3,
+        )
     ranks = hosts[told[bootstrap.rank][0]]
     mine = launchers.local_rank(bootstrap.rank, bootstrap.world_size)
     local_rank = ranks.index(bootstrap.rank) if mine is None else mine

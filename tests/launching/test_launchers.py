@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 import pty
+import re
 import signal
 import subprocess
 import sys
@@ -125,9 +126,10 @@ def test_ranks_of_mpi_on_several_hosts_are_asked_for_an_address(bare):
     assert launchers.meeting_point(launchers.launcher(), 2) == "tcp://node1:4321"
 
 
-def test_a_port_that_is_none_is_refused(bare):
-    put_up(bare, MPICH, MASTER_ADDR="node1", MASTER_PORT="65536")
-    with pytest.raises(InitError, match="MASTER_PORT must be from 1 to 65535; it is 65536"):
+@pytest.mark.parametrize("port", ["65536", "0", "", "-1", " 80", "http"])
+def test_a_port_that_is_none_is_refused(bare, port):
+    put_up(bare, MPICH, MASTER_ADDR="node1", MASTER_PORT=port)
+    with pytest.raises(InitError, match=f"MASTER_PORT must be .*; it is '?{port}'?$"):
         fastcomm.init(timeout=SOON)
 
 
@@ -179,9 +181,39 @@ def test_a_variable_that_torchrun_has_left_promises_no_store():
     assert values_of(fresh_ranks(2, _describe, env=env)) == [(0, 2, 0, "shm"), (1, 2, 1, "shm")]
 
 
-def test_an_address_of_version_6_is_put_in_brackets(bare):
-    put_up(bare, MPICH, MASTER_ADDR="::1", MASTER_PORT="4321")
-    assert launchers.meeting_point(launchers.launcher(), 2) == "tcp://[::1]:4321"
+@pytest.mark.parametrize(
+    "address, place",
+    [
+        ("::1", "tcp://[::1]:4321"),
+        ("[::1]", "tcp://[::1]:4321"),
+        ("fe80::1%eth0", "tcp://[fe80::1%eth0]:4321"),
+        ("127.0.0.1", "tcp://127.0.0.1:4321"),
+        ("node-1.cluster_a", "tcp://node-1.cluster_a:4321"),
+    ],
+)
+def test_an_address_may_be_spelt_in_any_usual_way(bare, address, place):
+    put_up(bare, MPICH, MASTER_ADDR=address, MASTER_PORT="4321")
+    assert launchers.meeting_point(launchers.launcher(), 2) == place
+
+
+@pytest.mark.parametrize("address", ["", " ", "node1:4321", "[::1]:4321", "http://node1", "a b"])
+def test_what_is_no_address_is_refused(bare, address):
+    put_up(bare, MPICH, MASTER_ADDR=address)
+    words = f"MASTER_ADDR must be the name or the address .*; it is {re.escape(repr(address))}"
+    with pytest.raises(InitError, match=words):
+        fastcomm.init(timeout=SOON)
+
+
+def test_ranks_meet_at_an_address_of_version_6_in_brackets():
+    env = [{**its, "MASTER_ADDR": "[::1]"} for its in torchrun_env(2)]
+    assert values_of(fresh_ranks(2, _describe, env=env)) == [(0, 2, 0, "shm"), (1, 2, 1, "shm")]
+
+
+@pytest.mark.parametrize("hosts", ["node[1-3", "node[]", "[", ","])
+def test_a_list_of_slurms_that_names_no_host_is_refused(bare, hosts):
+    put_up(bare, SLURM, SLURM_STEP_NODELIST=hosts, SLURM_JOB_ID="1234567")
+    with pytest.raises(InitError, match="the first host of SLURM's list .* must be the name"):
+        fastcomm.init(timeout=SOON)
 
 
 @pytest.fixture

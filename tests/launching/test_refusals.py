@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import re
+import resource
 import socket
 import time
+import warnings
 from datetime import timedelta
 
 import pytest
@@ -21,7 +23,8 @@ from tests.support.ranks import NO_VARIABLES, fresh_ranks, torchrun_env
 def _init(place, rank=None, world_size=None, **options):
     rank = place.rank if rank is None else rank[place.rank]
     world_size = place.world_size if world_size is None else world_size[place.rank]
-    options = {"init_method": place.init_method, "timeout": timedelta(seconds=10), **options}
+    point = os.environ.get("MEETING_POINT", place.init_method)
+    options = {"init_method": point, "timeout": timedelta(seconds=10), **options}
     fastcomm.init(rank=rank, world_size=world_size, **options).barrier()
 
 
@@ -113,11 +116,7 @@ def _init_without(place, missing):
         return
     before = time.monotonic()
     try:
-        _init(
-            place,
-            timeout=timedelta(seconds=1),
-            init_method=os.environ.get("MEETING_POINT", place.init_method),
-        )
+        _init(place, timeout=timedelta(seconds=1))
     finally:
         assert time.monotonic() - before < 5
 
@@ -133,6 +132,27 @@ def test_a_host_that_does_not_answer_is_an_error_without_pages_of_frames(capfd):
         )
     assert "frame #" not in str(error.value)
     assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    "init_method",
+    [
+        *("", "node1:80", "tcp://node1", "tcp://node1:99999", "tcp://node1:port", "tcp://node1:0"),
+        *("tcp://[::1", "tcp://::1:80", "tcp://[node1]:80", "tcp://:80"),
+        *("file://", "file:///", "file://folder/file"),
+    ],
+)
+def test_a_meeting_point_that_is_none_is_refused_by_its_form(init_method):
+    form = f"must be env://, tcp://host:port or file:///path; got {re.escape(repr(init_method))}"
+    with pytest.raises(ValueError, match=form):
+        fastcomm.init(init_method=init_method, rank=0, world_size=2)
+
+
+def test_a_folder_is_no_meeting_point(tmp_path):
+    with pytest.raises(InitError, match=f"{tmp_path} is a folder: name a file in it"):
+        fastcomm.init(init_method=f"file://{tmp_path}", rank=0, world_size=2)
+    with pytest.raises(TypeError, match="init_method must be a str, such as 'env://'; got PosixP"):
+        fastcomm.init(init_method=tmp_path, rank=0, world_size=2)
 
 
 def test_a_port_that_is_taken_is_an_error_without_pages_of_frames():
@@ -160,6 +180,48 @@ def test_ranks_on_different_hosts_share_no_memory():
 
 def _init_on_hosts(place, backend):
     _init(place, backend=backend)
+
+
+def _init_with_small_files(place, backend):
+    if place.rank == 1:  # rank 0 serves the store until the end
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))  # as `ulimit -f 0`
+    _init(place, backend=backend)
+
+
+@pytest.mark.parametrize("backend", ["shm", "hierarchical"])
+def test_memory_that_cannot_be_made_is_an_error_with_the_limit_to_raise(backend):
+    point = {"MEETING_POINT": f"tcp://127.0.0.1:{torchrun_env(2)[0]['MASTER_PORT']}"}
+    outcomes = fresh_ranks(2, _init_with_small_files, backend, env=point)
+    assert_all_refused(outcomes, "cannot make a file of", "see `ulimit -f`")
+
+
+def _init_where_pids_are_others(place):
+    pid = os.getpid
+    os.getpid = lambda: pid() + 2**22  # as another pid namespace would number it
+    _init(place)
+
+
+def test_ranks_that_cannot_see_each_others_pids_are_told_of_their_namespaces():
+    env = {"FASTCOMM_HOST_ID": "one"}
+    outcomes = fresh_ranks(2, _init_where_pids_are_others, env=env)
+    assert_all_refused(outcomes, "one pid namespace and one user: leave FASTCOMM_HOST_ID")
+
+
+def _init_among_too_many(place):
+    rendezvous.MAX_RANKS = 1
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        _init(place)
+    return [str(one.message) for one in caught if "shared memory" in str(one.message)]
+
+
+def test_rank_0_warns_where_a_host_has_more_ranks_than_can_share_memory():
+    first, *others = values_of(fresh_ranks(2, _init_among_too_many))
+    assert first == [
+        "a host has 2 ranks, and shared memory takes 1: 'auto' takes Gloo (backend 'group') for "
+        "all ranks. Start at most 1 ranks on a host"
+    ]
+    assert others == [[]]
 
 
 def _one_cannot_go_on(place):

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import os
 import re
-import select
+import resource
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import types
 from datetime import timedelta
 from importlib import util
-from types import SimpleNamespace
 from urllib.parse import urlparse
 
 import pytest
@@ -26,7 +22,9 @@ import fastcomm
 from fastcomm import FastcommError
 from fastcomm.launching import runner
 from fastcomm.launching.bootstrap import MeetingPoint
-from fastcomm.launching.call_folder import CallFolder, Raised, new_folder
+from fastcomm.launching.call_folder import CallFolder, Raised
+from fastcomm.launching.cores import cores
+from fastcomm.launching.processes import Ended
 from tests.support.forked_python import fork_python, python
 from tests.support.outcomes import Outcome, values_of
 from tests.support.ranks import fresh_ranks
@@ -127,7 +125,7 @@ def _run(tmp_path, *arguments):
 def test_a_script_runs_on_ranks_with_its_own_arguments(tmp_path):
     done = _run(tmp_path, "train", "--help", "--ranks=7")
     assert done.returncode == 0, done.stderr
-    threads = max(1, runner.cores() // 2)
+    threads = max(1, cores() // 2)
     assert sorted(done.stdout.splitlines()) == [
         f"[rank {rank}] {rank} 2 {threads} ['train', '--help', '--ranks=7']" for rank in range(2)
     ]
@@ -182,25 +180,6 @@ def test_lines_without_an_end_stay_lines_of_their_own(tmp_path):
     assert sorted(done.stdout.splitlines()) == [f"[rank {rank}] no end {rank}" for rank in range(2)]
     assert sorted(done.stderr.splitlines()) == [f"[rank {rank}] nor here" for rank in range(2)]
     assert done.stdout.endswith("\n")
-
-
-def test_pieces_of_a_line_are_put_together_unless_another_rank_comes_between():
-    stream = io.StringIO()
-    with runner._Lines(stream) as lines:
-        for piece in (
-            "[rank 0] one ", "[rank 0] two\n", "[rank 0] three ", "[rank 1] one\n",
-            "[rank 0] four", "of the notebook\n", "[rank 1] end",
-        ):  # fmt: skip
-            lines.write(piece)
-    assert stream.getvalue().splitlines() == [
-        "[rank 0] one two",
-        "[rank 0] three ",
-        "[rank 1] one",
-        "[rank 0] four",
-        "of the notebook",
-        "[rank 1] end",
-    ]
-    assert stream.getvalue().endswith("\n")
 
 
 def test_a_script_that_fails_is_named_by_its_rank_and_hands_on_its_exit_code(tmp_path):
@@ -376,22 +355,16 @@ def test_a_traceback_begins_with_the_script(tmp_path):
     )
 
 
-def _failure(exitcode):
-    return SimpleNamespace(
-        exitcode=exitcode, pid=5, timestamp=1, signal_name=lambda: signal.Signals(-exitcode).name
-    )
-
-
 def test_a_rank_that_the_launcher_has_ended_is_not_named():
     """Rank 1 has waited in vain for another that has failed; then the launcher has ended rank 0."""
-    failures = {1: _failure(1), 0: _failure(-signal.SIGTERM)}
+    failures = {1: Ended(5, 1), 0: Ended(6, -signal.SIGTERM)}
     raised = {1: Raised(0.0, True, 1, "rank 1 raised PeerLostError: rank 0 has closed")}
     assert runner._first_failure(failures, raised, []).text == raised[1].text
 
 
 def test_a_rank_that_has_ended_before_another_failed_by_itself_is_not_named():
     raised = {1: Raised(5.0, False, 1, "rank 1 raised ValueError")}
-    assert runner._first_failure({1: _failure(1)}, raised, [0]).text == raised[1].text
+    assert runner._first_failure({1: Ended(5, 1)}, raised, [0]).text == raised[1].text
 
 
 def test_the_first_of_several_causes_is_named():
@@ -400,7 +373,7 @@ def test_the_first_of_several_causes_is_named():
         1: Raised(2.0, False, 9, "rank 1 ended with exit code 9"),
         2: Raised(1.0, True, 1, "rank 2 raised PeerLostError"),
     }
-    assert runner._first_failure({2: _failure(1)}, raised, []) == (raised[1].text, 9)
+    assert runner._first_failure({2: Ended(5, 1)}, raised, []) == (raised[1].text, 9)
 
 
 @pytest.mark.parametrize(
@@ -417,55 +390,6 @@ def test_a_rank_that_ends_without_a_word_is_named(tmp_path, how, exit_code, word
     assert re.fullmatch(rf"rank 1 \(pid \d+\) {words}", done.stderr.splitlines()[-1])
 
 
-SLEEP = """
-import os, time
-print(os.getpid(), flush=True)
-time.sleep(100)
-"""
-
-
-@contextlib.contextmanager
-def _sleeping(tmp_path):
-    """`fastcomm run`, and the process of the rank that it has started."""
-    script = tmp_path / "train.py"
-    script.write_text(SLEEP)
-    # which would flush what the launcher has to
-    env = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
-    with subprocess.Popen(
-        [sys.executable, "-m", "fastcomm", "run", "--ranks", "1", script],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        env=env,
-        text=True,
-    ) as run:
-        yield run, int(run.stdout.readline().removeprefix("[rank 0] "))
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_the_ranks(tmp_path, number):
-    with _sleeping(tmp_path) as (run, pid):
-        run.send_signal(number)
-    assert run.returncode == 128 + number
-    assert not os.path.exists(f"/proc/{pid}")
-
-
-def test_ranks_end_with_a_launcher_that_is_killed_and_the_next_one_removes_its_folder(
-    tmp_path, monkeypatch
-):
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-    monkeypatch.setattr(tempfile, "tempdir", None)
-    with _sleeping(tmp_path) as (run, pid):
-        rank = os.pidfd_open(pid)
-        with new_folder() as other:
-            assert len(list(other.path.parent.iterdir())) == 2, "the folder of one that runs"
-        run.kill()
-    assert select.select([rank], [], [], 60)[0], "the rank goes on without its launcher"
-    os.close(rank)
-    with new_folder() as ours:
-        assert list(ours.path.parent.iterdir()) == [ours.path]
-    assert not ours.path.exists()
-
-
 @pytest.mark.parametrize(
     "numbers, error, words",
     [
@@ -479,10 +403,62 @@ def test_what_is_no_number_of_processes_is_refused(numbers, error, words):
         fastcomm.launch(_sum, 5, **numbers)
 
 
+@pytest.mark.parametrize(
+    "n_gpus, n_cores, ranks, reason",
+    [
+        (0, 2, 2, "2 ranks with 1 thread each: one for each physical core"),
+        (0, 128, 64, "64 ranks with 2 threads each: of 128 cores, as shared memory takes 64 ranks"),
+        (80, 160, 80, "80 ranks with 2 threads each: one for each GPU"),
+    ],
+)
+def test_the_number_of_ranks_is_chosen_by_the_machine_and_explained(
+    monkeypatch, capsys, n_gpus, n_cores, ranks, reason
+):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: n_gpus)
+    monkeypatch.setattr(runner, "cores", lambda: n_cores)
+    assert runner._numbers(None, None)[0] == ranks
+    assert capsys.readouterr().err == f"fastcomm starts {reason}\n"
+
+
 def test_a_script_that_is_not_there_starts_no_ranks(monkeypatch):
     monkeypatch.setattr(runner, "_start", pytest.fail)
     with pytest.raises(FastcommError, match=f"there is no script nosuch.py in {os.getcwd()}"):
         runner.run(["nosuch.py"], ranks=2)
+
+
+WITHOUT_ROOM = """
+import resource
+resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+raise ValueError("out of luck")
+"""
+
+
+def test_a_rank_that_cannot_leave_why_it_has_failed_prints_it(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(WITHOUT_ROOM)
+    done = python("-m", "fastcomm", "run", "--ranks", "1", script)
+    assert done.returncode == 1
+    assert "\n[rank 0] ValueError: out of luck\n" in done.stderr
+    assert "] The launcher is not told: [Errno 27] File too large. Set TMPDIR" in done.stderr
+
+
+def _answer_without_room():
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+
+
+def _launch_without_room(place):
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+    fastcomm.launch(_sum, 5, ranks=2)
+
+
+def test_a_folder_without_room_is_named_with_the_variable_to_set(capfd):
+    (outcome,) = fresh_ranks(1, _launch_without_room)
+    assert outcome.is_a(FastcommError)
+    assert "File too large. Set TMPDIR to a folder" in outcome.failure.message
+    (outcome,) = launch(_answer_without_room)
+    assert outcome.is_a(FastcommError)
+    assert re.match(r"rank \d \(pid \d+\) ended with exit code 1", outcome.failure.message)
+    assert "File too large. Set TMPDIR to a folder" in capfd.readouterr().err
 
 
 def test_what_cannot_be_sent_to_ranks_is_refused(monkeypatch):

@@ -10,8 +10,8 @@ TUNING = "tests/reducer/features/test_tuning.py"
 INTERRUPTED = "test_a_decision_that_is_interrupted_is_made_by_all_ranks_or_none"
 TIMELINE = "tests/insight/test_timeline.py"
 RUNNER = "tests/launching/test_runner.py"
-PIECES = "test_pieces_of_a_line_are_put_together_unless_another_rank_comes_between"
-KILLED = "test_ranks_end_with_a_launcher_that_is_killed_and_the_next_one_removes_its_folder"
+SIGNALS = "tests/launching/test_signals.py"
+PROCESSES = "fastcomm/launching/processes.py"
 
 MUTATIONS = (
     Mutation(
@@ -20,15 +20,7 @@ MUTATIONS = (
         within="main",
         old="ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)",
         new="",
-        tests=(f"{RUNNER}::{KILLED}",),
-    ),
-    Mutation(
-        name="run: what a rank prints comes in pieces",
-        file="fastcomm/launching/rank_process.py",
-        within="main",
-        old="stream.reconfigure(line_buffering=True, write_through=False)",
-        new="stream.reconfigure(line_buffering=True)",
-        tests=(f"{RUNNER}::test_a_line_that_a_script_writes_in_pieces_stays_whole",),
+        tests=(f"{SIGNALS}::test_ranks_are_killed_with_a_launcher_that_another_signal_ends",),
     ),
     Mutation(
         name="run: a script inherits the __future__ imports of what starts it",
@@ -44,7 +36,7 @@ MUTATIONS = (
         within="new_folder",
         old="_lock(path, fcntl.LOCK_EX, ours)",
         new="",
-        tests=(f"{RUNNER}::{KILLED}",),
+        tests=(f"{SIGNALS}::test_the_next_launcher_removes_the_folder_of_one_that_was_killed",),
     ),
     Mutation(
         name="run: a rank that has lost another does not wait for that one to say why",
@@ -66,17 +58,33 @@ MUTATIONS = (
         name="run: a rank that the launcher has ended is named",
         file="fastcomm/launching/runner.py",
         within="_first_failure",
-        old="failures[rank].exitcode > 0",
+        old="failures[rank].exit_code > 0",
         new="False",
         tests=(f"{RUNNER}::test_a_rank_that_the_launcher_has_ended_is_not_named",),
     ),
     Mutation(
-        name="run: the next rank's line goes on where one has not ended its own",
-        file="fastcomm/launching/runner.py",
-        within="_Lines.write",
-        old="self._open and prefix != self._open",
-        new="False",
-        tests=(f"{RUNNER}::{PIECES}",),
+        name="run: a line without an end is lost",
+        file=PROCESSES,
+        within="_Lines.end",
+        old="if rest",
+        new="if False",
+        tests=(f"{RUNNER}::test_lines_without_an_end_stay_lines_of_their_own",),
+    ),
+    Mutation(
+        name="run: a signal that is ignored, or the caller's, is handled",
+        file=PROCESSES,
+        within="Processes._handle",
+        old="before in _DEFAULTS",
+        new="True",
+        tests=(f"{SIGNALS}::test_what_was_ignored_at_the_start_stays_ignored",),
+    ),
+    Mutation(
+        name="run: Ctrl-Z stops the launcher alone",
+        file=PROCESSES,
+        within="Processes._stop",
+        old="self._send(signal.SIGSTOP)",
+        new="",
+        tests=(f"{SIGNALS}::test_ctrl_z_stops_the_ranks_until_the_launcher_goes_on",),
     ),
     Mutation(
         name="bench: results go where committed ones are",

@@ -23,7 +23,7 @@ from fastcomm.insight.collectives import MeasuredCosts
 from fastcomm.insight.step_model import Gradient, LocalStep, Plan, predict
 from fastcomm.insight.steps import Step
 from fastcomm.insight.transport import measure_costs
-from fastcomm.launching.runner import cores
+from fastcomm.launching.cores import cores
 from fastcomm.reducer.bucket import Bucket
 from fastcomm.reducer.features.replanning import Trace, all_or_none, hook_up_anew
 from fastcomm.reducer.layout import kind_of, plan_buckets

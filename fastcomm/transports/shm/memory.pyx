@@ -157,6 +157,22 @@ cdef void _ask_for_huge_pages(char *memory, size_t nbytes) noexcept:
         madvise(memory, offset, MADV_COLLAPSE)
 
 
+def _new_file(int rank, size_t nbytes):
+    """A descriptor of memory that other processes can map. Raises InitError."""
+    fd = -1
+    try:
+        fd = os.memfd_create(NAME, os.MFD_CLOEXEC)
+        os.ftruncate(fd, nbytes)
+        return fd
+    except OSError as error:
+        if fd >= 0:
+            os.close(fd)
+        raise InitError(
+            f"rank {rank} cannot make a file of {nbytes} bytes in memory, which takes up only what "
+            f"is used of it: {error}; see `ulimit -f` and `ulimit -n`, or take backend='group'"
+        ) from error
+
+
 cdef class Segments:
     """The segments of all ranks of a host, mapped here, and the pidfds by which this rank notices
     that another has ended.
@@ -176,9 +192,8 @@ cdef class Segments:
         # The n-th communicator takes 1/n of what the first does, so that there may be some 1,700.
         share = (1 << 44) // (world_size * (1 + len(own_segments)))
         nbytes = min(memory, share) // PAGE * PAGE
-        fd = os.memfd_create(NAME, os.MFD_CLOEXEC)
+        fd = _new_file(rank, nbytes)
         try:
-            os.ftruncate(fd, nbytes)
             cores = sorted(os.sched_getaffinity(0))
             mine = {"pid": os.getpid(), "fd": fd, "nbytes": nbytes, "cores": cores}
             ranks = bootstrap.exchange(mine, FORM)
@@ -187,8 +202,11 @@ cdef class Segments:
                 for r, theirs in enumerate(ranks):
                     self._map_memory(r, theirs, r == rank)
             except (OSError, InitError) as error:
-                trouble = f"rank {rank} cannot reach the memory of its peers: {error}"
-                raise InitError(trouble) from error
+                raise InitError(
+                    f"rank {rank} cannot reach the memory of its peers: {error}; ranks that share "
+                    "memory need one pid namespace and one user: leave FASTCOMM_HOST_ID to "
+                    "fastcomm, or give each container another one"
+                ) from error
             bootstrap.exchange("mapped", str)
         finally:
             os.close(fd)

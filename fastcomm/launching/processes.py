@@ -1,0 +1,230 @@
+"""Processes: the ranks that runner.py has started on this machine. Starts each in a session of its
+own, prints what it prints, passes signals on to it, and ends it. What the end of one rank means for
+the others is decided in runner.py.
+
+docs/launching.md has a table of what each signal does.
+"""
+
+from __future__ import annotations
+
+import codecs
+import contextlib
+import io
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from types import FrameType
+from typing import Any, NamedTuple
+
+_ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+_FORWARDED = (signal.SIGUSR1, signal.SIGUSR2)  # by which batch systems announce the end of a job
+# A handler that is neither is the caller's, and stays; SIG_IGN stays, too, for the ranks as well.
+_DEFAULTS = (signal.SIG_DFL, signal.default_int_handler)
+_TICK_S = 0.05  # how often the ranks are looked at
+_GRACE_S = 30.0  # from the signal that is to end a rank to SIGKILL
+_CHUNK = 1 << 16  # all that a pipe holds
+
+
+class Ended(NamedTuple):
+    """How a rank has ended. exit_code: as subprocess has it, so -9 after SIGKILL."""
+
+    pid: int
+    exit_code: int
+
+
+class Processes:
+    """A context; at its end no rank is left. command: of every rank. is_plain: the ranks write to
+    the streams of this process themselves; otherwise each of their lines is printed here behind
+    the rank's number.
+    """
+
+    def __init__(
+        self, command: Sequence[str], environment: Mapping[str, str], is_plain: bool
+    ) -> None:
+        self._command, self._environment, self._is_plain = command, environment, is_plain
+        self._running: dict[int, subprocess.Popen[bytes]] = {}
+        self._selector = selectors.DefaultSelector()
+        self._streams = _Stream(sys.stdout), _Stream(sys.stderr)
+        self._handlers: dict[signal.Signals, Any] = {}
+        self._signal: int | None = None  # that is to end all
+
+    @property
+    def running(self) -> set[int]:
+        """The ranks that have not ended, as far as ended() has said."""
+        return set(self._running)
+
+    def start(self, rank: int, variables: Mapping[str, object]) -> None:
+        """variables: added to the environment."""
+        stream = None if self._is_plain else subprocess.PIPE
+        process = subprocess.Popen(
+            self._command,
+            env={**self._environment, **{name: str(value) for name, value in variables.items()}},
+            stdout=stream,
+            stderr=stream,
+            start_new_session=True,  # what the terminal sends comes from this process alone
+        )
+        self._running[rank] = process
+        pipes = process.stdout, process.stderr
+        for pipe, to in zip(pipes, self._streams, strict=True):
+            if pipe is not None:
+                self._selector.register(pipe, selectors.EVENT_READ, _Lines(f"[rank {rank}] ", to))
+
+    def ended(self) -> dict[int, Ended]:
+        """The ranks that have ended since the last call, after a moment in which their output is
+        printed. Raises KeyboardInterrupt or SystemExit when a signal is to end this process.
+        """
+        if self._signal is not None:
+            raise _exception_for(self._signal)
+        self._print(_TICK_S)
+        codes = {rank: process.poll() for rank, process in self._running.items()}
+        self._print(0)  # what they have printed last
+        return {
+            rank: Ended(self._running.pop(rank).pid, code)
+            for rank, code in codes.items()
+            if code is not None
+        }
+
+    def end(self, number: int = signal.SIGTERM) -> dict[int, Ended]:
+        """Ends all that run. Returns how they have ended."""
+        ended: dict[int, Ended] = {}
+        try:
+            self._send(number)
+            until = time.monotonic() + _GRACE_S
+            while self._running and time.monotonic() < until:
+                ended |= self.ended()
+        finally:  # a second signal does not wait
+            self._send(signal.SIGKILL)
+            for process in self._running.values():
+                process.wait()
+        while self._running:
+            ended |= self.ended()
+        return ended
+
+    def _send(self, number: int, to_rank_alone: bool = False) -> None:
+        """Sends a signal to every rank and, unless to it alone, to the processes of its group."""
+        for process in list(self._running.values()):
+            if process.poll() is None:  # else the number may be another process's by now
+                with contextlib.suppress(ProcessLookupError):
+                    (os.kill if to_rank_alone else os.killpg)(process.pid, number)
+
+    # -- signals -----------------------------------------------------------------------------------
+
+    def __enter__(self) -> Processes:
+        if threading.current_thread() is threading.main_thread():  # no other may have handlers
+            for number in _ENDING:
+                self._handle(number, self._note)
+            for number in _FORWARDED:
+                self._handle(number, self._forward)
+            self._handle(signal.SIGTSTP, self._stop)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        number, self._signal = self._signal, None  # the next one is the second
+        if number is None:
+            number = signal.SIGINT if kind is KeyboardInterrupt else signal.SIGTERM
+        try:
+            self.end(number)
+        finally:
+            for key in list(self._selector.get_map().values()):
+                self._close(key)
+            self._selector.close()
+            for handled, handler in self._handlers.items():
+                signal.signal(handled, handler)
+
+    def _handle(
+        self, number: signal.Signals, handler: Callable[[int, FrameType | None], None]
+    ) -> None:
+        before = signal.getsignal(number)
+        if before in _DEFAULTS:
+            self._handlers[number] = signal.signal(number, handler)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        """Raises nothing, as a rank that is being started would be lost from sight."""
+        self._signal = number
+
+    def _forward(self, number: int, frame: FrameType | None) -> None:
+        """A worker of a DataLoader, which has no handler, would end."""
+        self._send(number, to_rank_alone=True)
+
+    def _stop(self, number: int, frame: FrameType | None) -> None:
+        """Ctrl-Z. The ranks get SIGSTOP: in sessions of their own, SIGTSTP does nothing."""
+        self._send(signal.SIGSTOP)
+        handler = signal.signal(number, signal.SIG_DFL)
+        signal.raise_signal(number)  # returns when somebody lets this process go on
+        signal.signal(number, handler)
+        self._send(signal.SIGCONT)
+
+    # -- what the ranks print ----------------------------------------------------------------------
+
+    def _print(self, patience_s: float) -> None:
+        """Prints what there is. patience_s: how long to wait for the first of it."""
+        if not self._selector.get_map():
+            time.sleep(patience_s)
+            return
+        for key, _ in self._selector.select(patience_s):
+            chunk = os.read(key.fd, _CHUNK)
+            if chunk:
+                key.data.write(chunk)
+            else:
+                self._close(key)
+
+    def _close(self, key: selectors.SelectorKey) -> None:
+        key.data.end()
+        self._selector.unregister(key.fileobj)
+        key.fileobj.close()  # type: ignore[union-attr]  # a pipe, not its number
+
+
+class _Stream:
+    """Where ranks' lines go. If it cannot be written to, says so once, and drops the lines."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+        self._is_lost = False
+        self.encoding = getattr(stream, "encoding", None) or "utf-8"
+
+    def write(self, text: str) -> None:
+        if self._is_lost:
+            return
+        try:
+            self._stream.write(text)
+            self._stream.flush()  # a pipe would keep it until the end
+        except (OSError, ValueError) as error:  # ValueError: somebody has closed it
+            self._is_lost = True
+            with contextlib.suppress(OSError, ValueError):  # that stream may be the one
+                print(
+                    f"what the ranks print is lost from here on, and they go on: {error}; write to "
+                    "a disk with room, or let the reader of the pipe run to the end",
+                    file=sys.stderr,
+                )
+
+
+class _Lines:
+    """Writes what a rank prints to a stream, by whole lines, behind a prefix."""
+
+    def __init__(self, prefix: str, stream: _Stream) -> None:
+        self._prefix, self._stream = prefix, stream
+        # A rank has the same encoding. What is no text in it can be printed all the same.
+        codec = codecs.getincrementaldecoder(stream.encoding)("backslashreplace")
+        # Universal newlines: every update of a progress bar is a line.
+        self._decoder = io.IncrementalNewlineDecoder(codec, translate=True)
+        self._rest = ""
+
+    def write(self, chunk: bytes) -> None:
+        *lines, self._rest = (self._rest + self._decoder.decode(chunk)).split("\n")
+        if lines:
+            self._stream.write("".join(f"{self._prefix}{line}\n" for line in lines))
+
+    def end(self) -> None:
+        rest = self._rest + self._decoder.decode(b"", final=True)
+        if rest:
+            self._stream.write(f"{self._prefix}{rest}\n")
+
+
+def _exception_for(number: int) -> BaseException:
+    """The exception for a signal that ends the launcher."""
+    return KeyboardInterrupt() if number == signal.SIGINT else SystemExit(128 + number)
