@@ -112,6 +112,8 @@ def _begin(arguments: Sequence[str], environment: Mapping[str, str]) -> NoReturn
         for number in signal.valid_signals():
             if callable(signal.getsignal(number)):
                 signal.signal(number, signal.SIG_DFL)
+        for number in (signal.SIGPIPE, signal.SIGXFSZ):  # as Python does when it begins
+            signal.signal(number, signal.SIG_IGN)
         signal.signal(signal.SIGINT, signal.default_int_handler)
         os.environ.clear()
         os.environ.update(environment)
