@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Builds in place, and runs what needs a GPU: tests, sanitizers, benchmarks. Takes at most 9
-# minutes: every step has its limit, and the next one runs even if a step fails or takes too long.
+# Builds in place, and runs what needs a GPU: tests, the examples of the documents, sanitizers,
+# benchmarks. Takes at most 9 minutes: every step has its limit, and the next one runs even if a
+# step fails or takes too long.
 # What is quick and tells most comes first: a run that is cut short has said most. Prints a table
 # last; exits with 1 if a step has failed, 2 without a GPU.
 #
@@ -48,7 +49,7 @@ rm -f "$folder"/{gpu-summary,flatten,allreduce-cuda,step-cuda,paper-fig12-nccl}.
 rm -f "$folder"/gpu-*.log
 table=()
 status=0
-room=3000 # characters of failed steps that are printed beside those of any step
+room=2400 # characters of failed steps that are printed beside those of any step
 
 # Runs the command in a session of its own, and ends the whole session when the time is up.
 step() { # <name> <seconds> <command ...>
@@ -108,6 +109,7 @@ step allreduce 60 "$python" bench/allreduce.py --device cuda -b 1K -e 64M -f 16 
     --json "$folder/allreduce-cuda.json"
 step paper 60 "$python" bench/paper.py fig12 --device cuda --rounds 6 \
     --json "$folder/paper-fig12-nccl.json"
+step documents 90 "${pytest[@]}" tests/docs/test_docs.py -k on_any_device
 step reducer 150 "${pytest[@]}" "${reducer_files[@]}" -k "$reducer"
 for tool in memcheck racecheck; do
     if command -v compute-sanitizer >/dev/null; then

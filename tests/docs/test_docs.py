@@ -32,7 +32,7 @@ def blocks(page: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("page", list(filter(blocks, PAGES)), ids=lambda page: page.name)
-def test_python_on_a_page_runs_on_two_ranks(page: Path, tmp_path: Path) -> None:
+def test_python_on_a_page_runs_on_two_ranks_on_any_device(page: Path, tmp_path: Path) -> None:
     script = tmp_path / f"{page.stem}.py"
     script.write_text("\n".join(blocks(page)))
     printed_by(script, folder=tmp_path)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,8 +24,8 @@ def torchrun() -> tuple[str, ...]:
     return ("-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={port}")
 
 
-def run(example: str, *arguments: str) -> str:
-    return printed_by(ROOT / "examples" / example, *arguments)
+def run(example: str, *arguments: str, **options: Any) -> str:
+    return printed_by(ROOT / "examples" / example, *arguments, **options)
 
 
 def test_every_script_is_in_the_index() -> None:
@@ -55,7 +56,8 @@ def test_reinforce_learns_though_ranks_play_different_numbers_of_episodes() -> N
 
 
 def test_a_reducer_and_ddp_converge_to_the_same_parameters() -> None:
-    assert re.search(r"after 50 steps: 0$", run("converge.py", "--steps", "50"), re.MULTILINE)
+    printed = run("converge.py", "--steps", "50", is_for_cpus=True)
+    assert re.search(r"after 50 steps: 0$", printed, re.MULTILINE)
 
 
 def test_uneven_data_is_trained_to_the_end_by_all() -> None:
@@ -80,8 +82,7 @@ def test_tokens_are_averaged_over_ranks_whose_data_ends_and_has_nans() -> None:
 
 
 def test_hosts_sync_seldom_and_ranks_of_a_host_at_every_step() -> None:
-    options = ("--per-host", "2", "--steps", "16")
-    printed = printed_by(ROOT / "examples" / "hosts_sync_seldom.py", *options, ranks=4)
+    printed = run("hosts_sync_seldom.py", "--per-host", "2", "--steps", "16", ranks=4)
     # each rank has compared its optimizer with its host's; between hosts parameters alone agree
     totals = re.findall(r"parameters (-?[\d.]+)", printed)
     assert len(totals) == 4 and len(set(totals)) == 1
@@ -89,7 +90,7 @@ def test_hosts_sync_seldom_and_ranks_of_a_host_at_every_step() -> None:
 
 @pytest.mark.parametrize("way", ["tensor-parallel", "fsdp", "hsdp"])
 def test_copies_in_parts_get_the_gradients_of_one_process(way: str) -> None:
-    printed = printed_by(ROOT / "examples" / "device_mesh.py", way, ranks=4)
+    printed = run("device_mesh.py", way, ranks=4, is_for_cpus=True)
     differences = [float(found) for found in re.findall(r"up to (\S+)", printed)]
     assert len(differences) == 4 and max(differences) < 1e-6
 

@@ -39,7 +39,7 @@ def test_a_training_whose_rank_was_killed_goes_on_from_its_checkpoint_to_the_sam
     folders = [tmp_path / "undisturbed", tmp_path / "killed"]
     for folder in folders:
         folder.mkdir()
-    printed_by(TRAINING, str(folders[0]), "lives")
+    printed_by(TRAINING, str(folders[0]), "lives", is_for_cpus=True)
     undisturbed, killed = left_in(folders[0]), train(folders[1], "fails")
     assert (undisturbed["attempt"], undisturbed["first"]) == (0, 0)
     assert (killed["attempt"], killed["first"]) == (1, 2)
