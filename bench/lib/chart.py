@@ -245,7 +245,7 @@ def _panels(
         name, _, batch = model["model"].partition(", ")
         bars = _bars(axes, times, [number_text(middle) for _, middle, _ in times.values()])
         axes.set_title(
-            f"{name}\n{batch}\n{ratio:.1f} times as fast as {LOOKS[other][0]}", fontsize=7
+            f"{name}\n{batch}\n{ratio:.2f} times as fast as {LOOKS[other][0]}", fontsize=7
         )
         axes.set_xticks([])
         axes.spines[["top", "right"]].set_visible(False)

@@ -468,13 +468,18 @@ def test_a_run_on_a_gpu_becomes_rows_of_the_documents(monkeypatch, tmp_path):
     assert facts["torch"] == torch.__version__
     steps = list(gpu_report.read_steps(tmp_path / "steps"))
     (tmp_path / "gpu-summary.json").write_text(json.dumps({"machine": facts, "steps": steps}))
-    bars = [{"what": "launch", "figure": "3.1 us", "is_met": True}]
+    bars = [{"what": "launch", "figure": "3.1 us", "is_met": is_met} for is_met in (True, False)]
     (tmp_path / "flatten.json").write_text(json.dumps({"bars": bars}))
+    added = {"fastcomm": 1, "ddp": 2, "ddp_views": 1.5}
+    model = {"model": "a net", "quartiles_ms": {"local": [8, 9, 10]}, "overhead_ms": added}
+    results = {"machine": facts, "models": {"net": model}}
+    (tmp_path / "step-cuda.json").write_text(json.dumps(results))
     page = gpu_report.page(tmp_path)
     assert "on a card, driver 580.1, NCCL 2.28.9" in page and "commit abc1234" in page
     assert "| tests | failed (1) | 33 | 1 failed, 61 passed |" in page
     assert "| step | no time left | 0 |  |" in page
-    assert "| launch | 3.1 us | met |" in page
+    assert "| a net | 9.00 | 1.00 | 2.00 | 1.50 |  |  |  |" in page
+    assert "met 1 of 2 bars; missed: launch (3.1 us)" in page
 
 
 def test_hierarchical_reduces_right_over_every_wire():
