@@ -340,9 +340,10 @@ def kernels_state() -> str:
         return f"compiled by nvcc, in {binary.parent}"
     if importlib.util.find_spec("cupy") is not None:
         return "compiled by CuPy at first use"
+    major = (torch.version.cuda or "13").partition(".")[0]
     return (
-        f"{ABSENT}neither was nvcc there when fastcomm was built, nor is CuPy installed "
-        "(fastcomm[cuda12], fastcomm[cuda13])"
+        f"{ABSENT}fastcomm was built without nvcc, and there is no CuPy to compile them: "
+        f"pip install cupy-cuda{major}x"
     )
 
 

@@ -126,6 +126,16 @@ def test_info_says_that_the_cpu_needs_nothing_that_is_for_gpus(
     assert not any("not available" in fact for fact in facts.values())
 
 
+@pytest.mark.parametrize(("cuda", "package"), [("12.6", "cupy-cuda12x"), ("13.0", "cupy-cuda13x")])
+def test_info_names_the_command_that_is_missing_on_a_gpu_without_nvcc(
+    monkeypatch: pytest.MonkeyPatch, cuda: str, package: str
+) -> None:
+    monkeypatch.setattr(command_line.multi_tensor, "kernel_file", lambda name: None)
+    monkeypatch.setattr(command_line.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(command_line.torch.version, "cuda", cuda)
+    assert command_line.kernels_state().endswith(f"pip install {package}")
+
+
 def test_run_asks_for_a_script_and_not_for_its_arguments(console: Console) -> None:
     status, _, err = console("run")
     assert status == 2 and err.endswith("required: script\n")

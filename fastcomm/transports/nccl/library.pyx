@@ -99,8 +99,7 @@ cdef void *_open() except NULL:
         handle = dlopen(name.encode(), RTLD_NOW | RTLD_LOCAL | <int>flags)
         if handle != NULL:
             return handle
-    raise InitError(f"no NCCL library: {dlerror().decode()}. CUDA builds of torch bring one; so "
-                    "do fastcomm[cuda12] and fastcomm[cuda13]")
+    raise InitError(f"no NCCL library: {dlerror().decode()}. CUDA builds of torch bring one")
 
 
 def nccl_wheel():

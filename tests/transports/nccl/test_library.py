@@ -53,7 +53,7 @@ REFUSALS = {
     "no device": ({"FASTCOMM_STAND_IN_CUDA_FAULTS": "cuDeviceGetCount=100"}, "no CUDA device 0"),
     "no NCCL": (
         {"FASTCOMM_NCCL_LIBRARY": NOWHERE},
-        "no NCCL library.*/nowhere/lib.so.*fastcomm\\[cuda13\\]",
+        "no NCCL library.*/nowhere/lib.so.*torch bring one",
     ),
     "something else": ({"FASTCOMM_NCCL_LIBRARY": "libm.so.6"}, "has no ncclGetVersion"),
 }
