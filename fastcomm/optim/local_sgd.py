@@ -58,6 +58,7 @@ class LocalSGD(LocalSteps):
     reducer: attached, with op "mean"; without a hook, wire_dtype, skip_nonfinite, sparse gradients
         or a ShardedOptimizer.
     every: how many steps there are from one sync to the next: an int, at least 1.
+    n_steps: to be read: how many steps of this rank were counted.
 
     Between syncs reducer.reduce(), set_weight(), skip_step(), join() and refresh() are refused;
     grad_norm(), clip_grad_norm_() and nonfinite_count() are of this rank's own gradients;
@@ -70,6 +71,8 @@ class LocalSGD(LocalSteps):
     steps; PeerLostError, TimeoutError or AbandonedError. Then no parameter was changed, and the
     next sync makes up for it.
     """
+
+    n_steps: int
 
     def __init__(self, reducer: Reducer, *, every: int) -> None:
         require_reducer(type(self), reducer)

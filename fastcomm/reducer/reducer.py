@@ -139,6 +139,10 @@ class Reducer(ReducerFlags):
     data_exhausted: whether this rank's data has ended, in the join() under way or the last one.
     """
 
+    comm: Transport  # to users, a Communicator
+    n_rounds: int
+    data_exhausted: bool
+
     def __init__(
         self,
         comm: Communicator | EllipsisType = ...,

@@ -105,6 +105,32 @@ def test_every_public_name_says_what_it_is_for(name: str) -> None:
                 assert value.__doc__, f"{name}.{member} has no docstring"
 
 
+def test_members_that_pages_name_are_public() -> None:
+    classes = {
+        "comm": "fastcomm.Communicator",
+        "reducer": "fastcomm.Reducer",
+        "syncs": "fastcomm.LocalSGD",
+        "diloco": "fastcomm.DiLoCo",
+        "timeline": "fastcomm.insight.timeline.Timeline",
+    }
+    public = re.findall(r"^[\w.]+", (ROOT / "tests/public_names.txt").read_text(), re.MULTILINE)
+    files = "md|py|pyx|png|svg|json|rst"
+    member = re.compile(rf"(?<![\w./])({'|'.join(classes)})\.(?!(?:{files})\b)([a-z]\w*)")
+    for page in PAGES:
+        if page.name not in ("design.md", "CONTRIBUTING.md"):  # for maintainers
+            for of, name in member.findall(page.read_text()):
+                assert f"{classes[of]}.{name}" in public, f"{page.name} names {of}.{name}"
+
+
+def test_the_table_of_variables_has_every_one_that_fastcomm_reads() -> None:
+    sources = (ROOT / "fastcomm").rglob("*.py*")
+    texts = (path.read_text() for path in sources if path.suffix in (".py", ".pyx"))
+    read = {name for text in texts for name in re.findall(r"\bFASTCOMM_[A-Z_]+", text)}
+    page = (ROOT / "docs" / "launching.md").read_text()
+    rows = re.findall(r"^\| `(FASTCOMM_\w+)` \|", page, re.MULTILINE)
+    assert sorted(rows) == sorted(read)
+
+
 def test_the_documented_ops_are_those_of_the_table() -> None:
     rows = re.findall(
         r'^\| `"(\w+)"` \| (?:`"(\w+)"`, )?`ReduceOp\.(\w+)` \|',
