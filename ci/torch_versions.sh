@@ -5,15 +5,29 @@
 #
 #     bash ci/torch_versions.sh [version ...]
 #
-# The oldest version that pyproject.toml promises comes first; the newest is NEWEST_TESTED_TORCH of
-# fastcomm/launching/rendezvous.py.
+# The oldest version that pyproject.toml promises comes first. The last is the newest that pip finds
+# here, up to NEWEST_TESTED_TORCH of fastcomm/launching/rendezvous.py.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 folder=build/torch-versions
 mkdir -p "$folder"
-(($#)) || set -- 2.7.0 2.11.0 2.13.0 2.15.0
 table=()
 status=0
+
+newest() { # of the versions up to the tested one
+    local tested
+    tested=$(sed -n 's/^NEWEST_TESTED_TORCH = (\(.*\), \(.*\))$/\1.\2/p' \
+        fastcomm/launching/rendezvous.py)
+    python3 -m pip install --quiet --dry-run --ignore-installed --no-deps --report - \
+        "torch<=$tested.99" | python3 -c '
+import json, sys
+print(json.load(sys.stdin)["install"][0]["metadata"]["version"])'
+}
+if ((!$#)); then
+    last=$(newest)
+    echo "the newest torch that pip installs here, of those that fastcomm is tested with: $last"
+    set -- 2.7.0 2.11.0 2.13.0 "$last"
+fi
 
 for version in "$@"; do
     environment=$folder/$version
