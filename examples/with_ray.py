@@ -72,7 +72,7 @@ def train(model: nn.Module, steps: int) -> list[tuple[int, float]]:
     loader = prepare_data_loader(DataLoader(rows(LENGTH + 1, 16 * steps), batch_size=8))
     for step, batch in enumerate(loader):
         optimizer.zero_grad()
-        loss = next_byte_loss(model, batch)
+        loss = next_byte_loss(model, batch.to(next(model.parameters()).device))
         loss.backward()
         optimizer.step()
         if step % 10 == 9:

@@ -10,6 +10,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
+import torch
 
 import fastcomm
 from fastcomm.comm.collective import CPU_DTYPES, OPS, REDUCTIONS, name_of
@@ -36,6 +37,25 @@ def test_python_on_a_page_runs_on_two_ranks_on_any_device(page: Path, tmp_path: 
     script = tmp_path / f"{page.stem}.py"
     script.write_text("\n".join(blocks(page)))
     printed_by(script, folder=tmp_path)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there the device is a real one")
+@pytest.mark.parametrize(
+    ("forgetful", "said"),
+    [
+        ("fastcomm.Reducer(comm).attach(torch.nn.Linear(8, 1))", "move the model to comm.device"),
+        ("torch.nn.Linear(8, 1).to(comm.device)(torch.randn(4, 8))", "move all to comm.device"),
+        ("comm.all_reduce(torch.ones(3))", "takes dense tensors on the CPU; got"),
+    ],
+    ids=["model", "batch", "tensor"],
+)
+def test_python_that_leaves_something_on_the_host_does_not_run(
+    forgetful: str, said: str, tmp_path: Path
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(f"import torch, fastcomm\ncomm = fastcomm.init()\n{forgetful}\n")
+    with pytest.raises(AssertionError, match=said):
+        printed_by(script, ranks=1)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
