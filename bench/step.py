@@ -329,7 +329,7 @@ def summarise(case: Case, ways: Sequence[str], rounds: torch.Tensor) -> dict[str
             share = overhead["fastcomm"] / overhead[peer]
             result[f"fastcomm_share_of_{peer}_overhead"] = round(share, 3)
     for way, peer in BESIDE.items():
-        if way in ways:
+        if {way, peer} <= set(ways):
             ratios = [a / b for a, b in zip(samples[way], samples[peer], strict=True)]
             result[f"{way}_over_{peer}"] = round(statistics.median(ratios), 3)
     if "ddp_bf16" in overhead:
@@ -379,6 +379,8 @@ def print_bars(results: dict[str, dict[str, Any]]) -> None:
     for name, result in results.items():
         overhead = result["overhead_ms"]
         for own, peer in (("fastcomm", "ddp"), ("fastcomm_bf16", "ddp_bf16")):
+            if not {own, peer} <= set(overhead):
+                continue
             figure = f"{own} {overhead[own]:.2f} ms over local, {peer} {overhead[peer]:.2f} ms"
             bars.append(Bar(name, figure, overhead[own] <= SHARE_OF_DDP * overhead[peer]))
     tables.print_bars(bars)

@@ -25,6 +25,7 @@ LOOKS = {
     "unreduced": ("DDP alone,\nno reduction", "lightgray", "-"),
     "fastcomm": ("fastcomm", "tab:blue", "-"),
     "fastcomm_bf16": ("fastcomm, bfloat16", "tab:cyan", "-"),
+    "fastcomm_int8": ("fastcomm, int8", "tab:olive", "-"),
     "weighted": ("with weights", "tab:purple", "-"),
     "joined": ("inside join()", "tab:pink", "-"),
     "audited": ("with audits", "tab:pink", ":"),

@@ -332,21 +332,12 @@ def test_allreduce_refuses_more_ranks_than_cards(on_the_host):
     assert done.returncode == 2 and "GPUs for 3 ranks" in done.stderr
 
 
+ON_CUDA = ("--device", "cuda", "--ranks", "1", "--rounds", "2", "--steps", "1")
+
+
 def test_step_on_cuda_compares_fewer_bits_on_the_wire_as_well(on_the_host, tmp_path):
     path = tmp_path / "step.json"
-    arguments = [
-        "--device",
-        "cuda",
-        "--ranks",
-        "1",
-        "--rounds",
-        "2",
-        "--steps",
-        "1",
-        "--json",
-        str(path),
-    ]
-    printed = run("step.py", *arguments, on_the_host=on_the_host)
+    printed = run("step.py", *ON_CUDA, "--json", path, on_the_host=on_the_host)
     result = json.loads(path.read_text())["models"]["mlp"]
     assert set(result["overhead_ms"]) == {
         "fastcomm",
@@ -357,6 +348,15 @@ def test_step_on_cuda_compares_fewer_bits_on_the_wire_as_well(on_the_host, tmp_p
         "ddp_bf16",
     }
     assert "of 2 met" in printed.splitlines()[-1]
+
+
+@pytest.mark.parametrize("more", [["ddp_views"], ["copied"]])
+def test_step_takes_some_of_its_ways(on_the_host, tmp_path, more):
+    ways = ["--ways", "local", "fastcomm", *more]
+    options = ["--json", tmp_path / "step.json", "--plot", tmp_path / "step.png"]
+    printed = run("step.py", *ON_CUDA, *ways, *options, on_the_host=on_the_host)
+    assert "of 1 met" in printed  # both send bfloat16
+    assert (tmp_path / "step.png").stat().st_size > 0
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens where there is no GPU")
