@@ -140,11 +140,6 @@ def bucket_label(reducer: int, bucket: int) -> int:
     return reducer * BUCKETS_PER_REDUCER + bucket + 1
 
 
-def buffers_label(reducer: int) -> int:
-    """The number by which ranks tell the buffers of a reducer from its buckets."""
-    return (reducer + 1) * BUCKETS_PER_REDUCER
-
-
 def used_values(op: str) -> tuple[float, float]:
     """Returns the values of the used mask for an absent and a present gradient. op: also one of
     WEIGHTED_OPS, or SKIP.
@@ -240,7 +235,7 @@ def sentence(
     step: int = 0,
 ) -> str:
     """A collective in words, for messages. op: for the kinds that have one. root: of the kinds that
-    are ROOTED. label: of a bucket, or of buffers. step: of a bucket, see BoundBucket.launch; else
+    are ROOTED. label: of a bucket. step: of a bucket, see BoundBucket.launch; else
     coalesced.sizes().
     """
     words = f"{kind} of {numel} {name_of(dtype)} elements"
@@ -252,10 +247,7 @@ def sentence(
         words += f", wire {name_of(wire)}"
     if label:
         reducer, bucket = divmod(label, BUCKETS_PER_REDUCER)
-        if bucket:
-            words += f" (bucket {bucket - 1} of reducer {reducer})"
-        else:
-            words += f" (buffers of reducer {reducer - 1})"
+        words += f" (bucket {bucket - 1} of reducer {reducer})"
     if step and not label:
         n_tensors = count_of(step)
         plural = "s" if n_tensors != 1 else ""

@@ -7,6 +7,7 @@ has to trust (`weights_only`): plain data, tensors, and the classes that `tellab
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import io
 import re
 import zlib
@@ -101,6 +102,17 @@ def gather_objects(comm: Transport, value: Any, call: str) -> list[Any]:
     return [value for _, _, value in told]
 
 
+def gather_unequal(comm: Transport, value: Any, call: str) -> list[Any] | None:
+    """None where the values of all ranks are equal, by one number of each; else as
+    gather_objects(). value: plain data without tensors, which repr() tells apart.
+    """
+    digest = hashlib.blake2b(repr((call, value)).encode(), digest_size=7).digest()
+    number = -1 - int.from_bytes(digest, "little")  # no number of bytes is negative
+    with called_by(call):
+        numbers = _announced(comm, number)
+    return None if numbers == [number] * len(numbers) else gather_objects(comm, value, call)
+
+
 def broadcast_object(comm: Transport, value: Any, src: int, call: str, *, is_wanted: bool) -> Any:
     """Returns rank src's `value`, its tensors on the CPU, or None on a rank that does not want it.
     Values and errors as in gather_objects().
@@ -128,16 +140,29 @@ def _refused(call: str, rank: int, trouble: str) -> TypeError:
 
 def _gather(comm: Transport, packed: bytes) -> list[bytes]:
     payload = torch.frombuffer(bytearray(packed), dtype=torch.uint8)
-    sizes = torch.empty(comm.world_size, dtype=torch.int64, device=comm.device)
-    comm.all_gather_single(sizes, torch.tensor([payload.numel()], device=comm.device))
-    nbytes = on_host(comm, sizes).tolist()
-    nbytes[comm.rank] = payload.numel()
+    nbytes = _announced(comm, payload.numel())
     gathered = _room(comm, dict(enumerate(nbytes)))
     padded = torch.zeros(max(nbytes), dtype=torch.uint8, device=comm.device)
     padded[: payload.numel()] = payload
     comm.all_gather_single(gathered, padded)
     rows = on_host(comm, gathered).view(comm.world_size, -1).numpy()
     return [row[:size].tobytes() for row, size in zip(rows, nbytes, strict=True)]
+
+
+def _announced(comm: Transport, number: int) -> list[int]:
+    """Every rank's number, by rank: a digest, which is negative, or how many bytes it has. Raises
+    MismatchError where only some have a digest.
+    """
+    numbers = torch.empty(comm.world_size, dtype=torch.int64, device=comm.device)
+    comm.all_gather_single(numbers, torch.tensor([number], device=comm.device))
+    by_rank: list[int] = on_host(comm, numbers).tolist()
+    by_rank[comm.rank] = number
+    for rank, theirs in enumerate(by_rank):
+        if (theirs < 0) != (number < 0):
+            raise MismatchError(
+                f"rank {rank} has announced an object of {theirs} bytes: it makes another call"
+            )
+    return by_rank
 
 
 def _room(comm: Transport, announced: Mapping[int, int]) -> Tensor:

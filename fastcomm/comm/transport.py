@@ -159,10 +159,8 @@ class Transport(Communicator):
         raise NotImplementedError
 
     @abc.abstractmethod
-    def broadcast_all(self, tensors: list[Tensor], src: int = 0, *, label: int = 0) -> None:
-        """Broadcasts many tensors, at once where the transport can. label: what they are, for
-        messages.
-        """
+    def broadcast_all(self, tensors: list[Tensor], src: int = 0) -> None:
+        """Broadcasts many tensors, at once where the transport can."""
 
     @abc.abstractmethod
     def bind_bucket(

@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fastcomm.comm.transport import Transport
 from fastcomm.errors import FastcommError
@@ -341,10 +341,10 @@ class LocalSGD(LocalSteps):
         copies rank 0's others: before an evaluation, say. finish() does it, too; a sync does
         not. Collective.
         """
-        model = self.reducer.attached_model()
-        buffers = list(model.buffers()) if isinstance(model, nn.Module) else []
-        numbers = [buffer for buffer in buffers if buffer.is_floating_point()]
-        others = [buffer for buffer in buffers if not buffer.is_floating_point()]
+        buffers = validation.named_buffers(self.reducer.attached_model())
+        numbers = [buffer for _, buffer in buffers if buffer.is_floating_point()]
+        others = [buffer for _, buffer in buffers if not buffer.is_floating_point()]
+        validation.compare_named(self.comm, buffers, "average_buffers()")
         if numbers:
             # in float64 the mean of equal numbers has their bits
             flat = torch.cat([buffer.detach().double().reshape(-1) for buffer in numbers])

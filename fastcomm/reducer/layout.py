@@ -118,6 +118,8 @@ class _Filling:
 
 def strides_of(parameter: Tensor) -> tuple[int, ...]:
     """The strides autograd gives to the parameter's gradient: the parameter's if that is dense."""
+    if parameter.is_contiguous():
+        return parameter.stride()
     return torch.empty_like(parameter, device="meta", memory_format=torch.preserve_format).stride()
 
 

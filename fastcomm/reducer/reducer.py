@@ -28,7 +28,7 @@ from torch.utils.hooks import RemovableHandle
 
 from fastcomm.comm.abandonment import error_in_abandoned_backward, note_abandoned
 from fastcomm.comm.autograd_stack import enclosing_backward
-from fastcomm.comm.collective import Op, buffers_label, canonical_op
+from fastcomm.comm.collective import Op, canonical_op
 from fastcomm.comm.communicator import Communicator
 from fastcomm.comm.transport import Transport
 from fastcomm.errors import FastcommError
@@ -87,6 +87,7 @@ from fastcomm.reducer.plan import make_buckets
 from fastcomm.reducer.round import Round, State
 from fastcomm.reducer.validation import (
     Model,
+    NamedParameters,
     model_of,
     named_parameters,
     reference_to,
@@ -249,12 +250,13 @@ class Reducer(ReducerFlags):
 
     def _attach(self, source: Model) -> None:
         named = named_parameters(source)
-        buffers = list(source.named_buffers()) if isinstance(source, nn.Module) else []
-        problem = self._find_problem(source, buffers)
-        model: list[Any] = []
+        problem = self._find_problem(source, named)
+        tensors: list[tuple[str, Tensor]] = []
+        model: validation.Described = []
         if problem is None:
             sparse = sparsity.find(source, named, self.options.sparse_parameters)
-            model = validation.signature(named, buffers, sparse)
+            tensors = validation.named_tensors(source)
+            model = validation.signature(named, tensors, sparse)
         described = self.options.described()
         validation.compare(self.comm, problem, described, validation.ATTACH, model)
         src = 0
@@ -263,7 +265,7 @@ class Reducer(ReducerFlags):
         if behind is not None:
             self.install(behind)
             src, self.n_rounds = behind.src, behind.n_rounds
-        validation.broadcast(self.comm, [tensor for _, tensor in (*named, *buffers)], src)
+        validation.broadcast(self.comm, [tensor for _, tensor in tensors], src)
         # Over NCCL nobody compares, and the host would wait for the device.
         compares = not self.comm.has_streams and validation.is_arithmetic_alike(self.comm)
         self.number = next_number(self.comm)
@@ -273,17 +275,16 @@ class Reducer(ReducerFlags):
         self._stragglers.begin(self.n_rounds)
         self.hook_up(source)
 
-    def _find_problem(self, source: Model, buffers: list[tuple[str, Tensor]]) -> ValueError | None:
+    def _find_problem(self, source: Model, named: NamedParameters) -> ValueError | None:
         """What this rank alone can find wrong with attaching the model."""
         if self._model is not None:
             return ValueError(
                 "this reducer is attached already; detach() it first, or make one reducer for each "
                 "model"
             )
-        problem = validation.find_problem(source, buffers, self.comm, is_owned)
+        problem = validation.find_problem(source, named, self.comm, is_owned)
         if problem is not None:
             return problem
-        named = named_parameters(source)
         return sparsity.find_problem(
             source, named, self.options, self.sharding()
         ) or self.options.find_problem(named)
@@ -1117,10 +1118,12 @@ class Reducer(ReducerFlags):
             return torch.zeros((), dtype=dtype, device=self.comm.device)
 
     def sync_buffers(self, src: int = 0) -> None:
-        """Copies rank `src`'s buffers (batch-norm statistics) to the others. Collective."""
-        model = self.attached_model()
-        if isinstance(model, nn.Module):
-            validation.broadcast(self.comm, list(model.buffers()), src, buffers_label(self.number))
+        """Copies rank `src`'s buffers (batch-norm statistics) to the others. Collective. Raises
+        MismatchError, on every rank, naming a buffer of which the ranks have not all the same
+        shape and dtype. Waits for the device.
+        """
+        buffers = validation.named_buffers(self.attached_model())
+        validation.copy_from(self.comm, src, buffers, "sync_buffers()")
 
     def check_in_sync(self, optimizer: torch.optim.Optimizer | None = None) -> None:
         """Compares the bits of all parameters and buffers over the ranks, and of an optimizer's

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import platform
 import weakref
-import zlib
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import Parameter, UninitializedParameter
 
 from fastcomm.comm.collective import is_wrapper
-from fastcomm.comm.objects import gather_objects
+from fastcomm.comm.objects import called_by, gather_unequal
 from fastcomm.comm.transport import Transport
 from fastcomm.errors import FastcommError, MismatchError
 
@@ -67,6 +67,7 @@ NamedTensors = Sequence[tuple[str, Tensor]]
 NamedParameters = Sequence[tuple[str, Parameter]]
 
 _WORDS = 2**20  # of 8 bytes, which a checksum takes at a time
+_SMALL = 2**16  # bytes of a tensor that is broadcast together with others
 
 
 def grad_dtype(parameter: Tensor) -> torch.dtype:
@@ -78,18 +79,14 @@ def grad_dtype(parameter: Tensor) -> torch.dtype:
 
 
 def find_problem(
-    model: Model,
-    buffers: NamedTensors,
-    comm: Transport,
-    is_attached: Callable[[Tensor], bool],
+    model: Model, named: NamedParameters, comm: Transport, is_attached: Callable[[Tensor], bool]
 ) -> ValueError | None:
     """What is wrong with attaching the model on this rank alone. is_attached: whether a reducer has
     a parameter.
     """
-    named = named_parameters(model)
     reason = _why_not_named(named, comm.device, is_attached)
     if reason is None:
-        reasons = (_why_not_tensor(f"buffer {name}", b, comm.device) for name, b in buffers)
+        reasons = (_why_not_kept(name, b, comm.device) for name, b in named_buffers(model))
         reason = next((one for one in reasons if one is not None), None)
     if reason is None and comm.world_size > 1 and isinstance(model, nn.Module):
         reason = _why_not_module(model)
@@ -114,7 +111,9 @@ def _why_not_named(
             return reason
         if is_attached(parameter):
             return (
-                f"parameter {name} is attached to another reducer already; detach() that one first"
+                f"parameter {name} is attached to another reducer already: detach() that one "
+                "first, or attach one reducer to all models that share it, as "
+                "attach(nn.ModuleList([actor, critic]))"
             )
     if not any(p.requires_grad for _, p in named):
         return "the model has no parameter that requires a gradient: there is nothing to reduce"
@@ -124,7 +123,12 @@ def _why_not_named(
 def _why_not_parameter(name: str, parameter: Parameter, device: torch.device) -> str | None:
     if isinstance(parameter, UninitializedParameter):
         return f"parameter {name} is not initialised: run the lazy modules once before attach()"
-    reason = _why_not_tensor(f"parameter {name}", parameter, device)
+    named = [(f"parameter {name}", parameter)]
+    if parameter.requires_grad:
+        reasons = [_why_not_tensor(what, tensor, device) for what, tensor in named]
+    else:
+        reasons = [_why_not_kept(what, tensor, device) for what, tensor in unwrapped(named)]
+    reason = next((one for one in reasons if one is not None), None)
     if reason is not None:
         return reason
     if parameter.is_neg() or parameter.is_conj():
@@ -148,6 +152,17 @@ def _why_not_parameter(name: str, parameter: Parameter, device: torch.device) ->
     return None
 
 
+def _why_not_kept(what: str, tensor: Tensor, device: torch.device) -> str | None:
+    """Of what is only compared and copied: a frozen parameter, or a buffer."""
+    reason = _why_not_tensor(what, tensor, device)
+    if reason is not None:
+        reason += (
+            ". Or see yourself that it is the same on all ranks, and attach the trained parameters "
+            "alone: attach([(n, p) for n, p in model.named_parameters() if p.requires_grad])"
+        )
+    return reason
+
+
 def _why_not_tensor(what: str, tensor: Tensor, device: torch.device) -> str | None:
     if is_wrapper(tensor):
         return (
@@ -160,11 +175,18 @@ def _why_not_tensor(what: str, tensor: Tensor, device: torch.device) -> str | No
             f"{what} is {'quantized' if tensor.is_quantized else tensor.layout}: attach() takes "
             "dense tensors"
         )
+    if tensor.is_meta:
+        return (
+            f"{what} is on meta, and has no values: model.to_empty(device=comm.device) first, and "
+            "load them"
+        )
     if tensor.device != device:
         return (
             f"{what} is on {tensor.device}, but the communicator reduces on {device}: move the "
             "model to comm.device first"
         )
+    if tensor.numel() > 0 and tensor.data_ptr() == 0:
+        return f"{what} is a {type(tensor).__name__} without memory, which cannot be copied"
     if tensor.is_inference():
         return f"{what} was made in inference mode, which training cannot use: clone it outside"
     return None
@@ -201,21 +223,21 @@ def distinct_elements(tensor: Tensor) -> Tensor:
 # ---- what the ranks compare ---------------------------------------------------------------------
 
 
-def signature(
-    parameters: NamedTensors, buffers: NamedTensors, sparse: Collection[str] = ()
-) -> list[Any]:
-    """What must be equal on all ranks of a model, in the model's order. sparse: the names of the
-    parameters with sparse gradients.
+Described = list[tuple[str, dict[str, Any]]]
+
+
+def signature(named: NamedParameters, tensors: NamedTensors, sparse: Collection[str]) -> Described:
+    """What must be equal on all ranks of a model, in the model's order. tensors: named_tensors().
+    sparse: the names of the parameters with sparse gradients.
     """
-    described = [
-        ("parameter", name, _description(p) | _layout(p) | {"sparse gradients": name in sparse})
-        for name, p in parameters
+    return described(tensors) + [
+        (f"parameter {name}", _layout(p) | {"sparse gradients": name in sparse})
+        for name, p in named
     ]
-    return described + [("buffer", name, _description(b)) for name, b in buffers]
 
 
-def _description(tensor: Tensor) -> dict[str, Any]:
-    return {"shape": tuple(tensor.shape), "dtype": str(tensor.dtype)}
+def described(named: NamedTensors) -> Described:
+    return [(name, {"shape": tuple(t.shape), "dtype": str(t.dtype)}) for name, t in named]
 
 
 def _layout(parameter: Tensor) -> dict[str, Any]:
@@ -247,16 +269,18 @@ def compare(
     problem: Exception | None,
     options: dict[str, Any],
     call: Call,
-    model: Sequence[Any] = (),
+    model: Described | None = None,
 ) -> None:
     """Compares the options and models of all ranks. All ranks come to the same verdict, also if one
     has a problem in place of a model.
 
     Raises this rank's problem, FastcommError for another's, MismatchError for what differs.
     """
-    ranks = gather_objects(comm, (_in_words(problem), options, model), call.name)
+    ranks = gather_unequal(comm, (_in_words(problem), options, model or []), call.name)
     if problem is not None:
         raise problem
+    if ranks is None:
+        return
     _, first_options, first_model = ranks[0]
     for rank, (trouble, theirs, their_model) in enumerate(ranks):
         if trouble is not None:
@@ -269,7 +293,7 @@ def compare(
             )
         difference = _first_difference(first_model, their_model, rank)
         if difference is not None:
-            raise MismatchError(f"the ranks attach different models: {difference}")
+            raise MismatchError(f"the ranks have different models: {difference}")
 
 
 @contextlib.contextmanager
@@ -307,20 +331,22 @@ def shown(value: object) -> str:
     return type(value).__qualname__ if " at 0x" in text else text
 
 
-def _first_difference(ours: Sequence[Any], theirs: Sequence[Any], rank: int) -> str | None:
+def _first_difference(ours: Described, theirs: Described, rank: int) -> str | None:
     """In words, where the model of `rank` first differs from that of rank 0."""
-    for (kind, name, mine), (their_kind, their_name, their) in zip(ours, theirs, strict=False):
-        if (kind, name) != (their_kind, their_name):
-            return f"where rank 0 has {kind} {name}, rank {rank} has {their_kind} {their_name}"
+    here, there = (Counter(name for name, _ in one) for one in (ours, theirs))
+    lacking = [
+        f"rank {holder} has {next(iter(more))}, which rank {other} lacks"
+        for holder, more, other in ((0, here - there, rank), (rank, there - here, 0))
+        if more
+    ]
+    if lacking:
+        return ", and ".join(lacking)
+    for (name, mine), (their_name, their) in zip(ours, theirs, strict=True):
+        if name != their_name:
+            return f"where rank 0 has {name}, rank {rank} has {their_name}"
         for what, value in mine.items():
             if their[what] != value:
-                return (
-                    f"{kind} {name} has {what} {value} on rank 0 and {their[what]} on rank {rank}"
-                )
-    if len(ours) != len(theirs):
-        longer, shorter = (0, rank) if len(ours) > len(theirs) else (rank, 0)
-        kind, name, _ = max(ours, theirs, key=len)[min(len(ours), len(theirs))]
-        return f"rank {longer} has {kind} {name}, which rank {shorter} lacks"
+                return f"{name} has {what} {value} on rank 0 and {their[what]} on rank {rank}"
     return None
 
 
@@ -330,19 +356,37 @@ def is_arithmetic_alike(comm: Transport) -> bool:
     """
     processor = platform.machine(), torch.backends.cpu.get_cpu_capability()
     kind = torch.__version__, *processor, torch.get_num_threads()
-    number = zlib.crc32(repr(kind).encode())
-    extremes = torch.tensor([number, -number])
-    comm.all_reduce(extremes, "max")
-    return extremes.tolist() == [number, -number]
+    return gather_unequal(comm, kind, ATTACH.name) is None
 
 
-def broadcast(comm: Transport, tensors: Iterable[Tensor], src: int, label: int = 0) -> None:
-    """Copies rank src's tensors, of any strides and dtype, to the others: as bytes. label: what
-    they are, for messages.
+def compare_named(comm: Transport, named: NamedTensors, call: str, **arguments: int) -> None:
+    """Raises MismatchError, on every rank, unless all have given the call these arguments, and have
+    tensors of these names, shapes and dtypes.
+    """
+    compare(comm, None, arguments, Call(call, "arguments", ""), described(named))
+
+
+def copy_from(comm: Transport, src: int, named: NamedTensors, call: str) -> None:
+    """Copies rank src's tensors to the others. Raises as compare_named(); then none has changed."""
+    compare_named(comm, named, call, src=src)
+    with called_by(call):
+        broadcast(comm, [tensor for _, tensor in named], src)
+
+
+def broadcast(comm: Transport, tensors: Iterable[Tensor], src: int) -> None:
+    """Copies rank src's tensors, of any strides and dtype, to the others: as bytes. The ranks have
+    compared them before.
     """
     targets = [distinct_elements(tensor.detach()) for tensor in tensors]
     flats = [_flat(target) for target in targets]
-    comm.broadcast_all([flat.view(torch.uint8) for flat in flats], src, label=label)
+    octets = [flat.view(torch.uint8) for flat in flats]
+    # a collective for each of many small ones would take longer than a copy of them
+    small = [one for one in octets if one.numel() <= _SMALL]
+    together = torch.cat(small) if small else None
+    large = [one for one in octets if one.numel() > _SMALL]
+    comm.broadcast_all(large if together is None else [together, *large], src)
+    if together is not None and comm.rank != src:
+        torch._foreach_copy_(small, list(together.split([one.numel() for one in small])))
     for target, flat in zip(targets, flats, strict=True):
         if flat.data_ptr() != target.data_ptr() or target.is_neg() or target.is_conj():
             target.copy_(flat.view(target.shape))
@@ -370,7 +414,7 @@ def check_model_in_sync(
     with agreeing(comm, CHECK_IN_SYNC) as described:
         described["the optimizer"] = kind
         own = _model_in_words(model, optimizer)  # raises if it is no optimizer
-    ranks = gather_objects(comm, own, CHECK_IN_SYNC.name)
+    ranks = gather_unequal(comm, own, CHECK_IN_SYNC.name) or []
     for name in dict.fromkeys(name for words in ranks for name in words):
         holders: dict[str, list[str]] = {}
         for rank, words in enumerate(ranks):
@@ -460,11 +504,29 @@ def optimizer_contents(
 
 
 def named_tensors(model: Model) -> list[tuple[str, Tensor]]:
-    """Parameters and buffers, named as in messages."""
-    if not isinstance(model, nn.Module):
-        return [(f"parameter {name}", p) for name, p in model]
-    parameters = [(f"parameter {name}", p) for name, p in model.named_parameters()]
-    return parameters + [(f"buffer {name}", b) for name, b in model.named_buffers()]
+    """Parameters and buffers, named as in messages; in place of one that wraps tensors, these."""
+    parameters = [(f"parameter {name}", p) for name, p in named_parameters(model)]
+    return unwrapped(parameters) + named_buffers(model)
+
+
+def named_buffers(model: Model) -> list[tuple[str, Tensor]]:
+    """As named_tensors()."""
+    buffers = model.named_buffers() if isinstance(model, nn.Module) else ()
+    return unwrapped((f"buffer {name}", buffer) for name, buffer in buffers)
+
+
+def unwrapped(named: Iterable[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
+    """With what it wraps in place of a tensor that wraps others. A DTensor stays, of which ranks of
+    a mesh may have a part of their own.
+    """
+    plain: list[tuple[str, Tensor]] = []
+    for name, tensor in named:
+        if is_wrapper(tensor) and not hasattr(tensor, "device_mesh"):
+            inner, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
+            plain += unwrapped((f"{name}.{one}", getattr(tensor, one)) for one in inner)
+        else:
+            plain.append((name, tensor))
+    return plain
 
 
 # ---- a gradient ---------------------------------------------------------------------------------

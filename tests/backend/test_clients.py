@@ -179,7 +179,7 @@ def test_a_reducer_refuses_distributed_tensors_by_name(comm):
     world()
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicas", "shards"))
     model = parallelize_module(mlp(), mesh["shards"], {"0": ColwiseParallel()})
-    words = "parameter 0.weight is a DTensor.*fully_shard"
+    words = r"parameter 0\.weight is a DTensor.*fully_shard"
     with (
         fastcomm.init(group=mesh["replicas"].get_group()) as replicas,
         pytest.raises(ValueError, match=words),

@@ -128,6 +128,61 @@ def test_ranks_whose_buffers_differ_are_told(comm):
         fastcomm.Reducer(comm).attach(model)
 
 
+def _join(reducer):
+    model = reducer.attached_model()
+    with reducer.join(range(1 + reducer.comm.rank)) as batches:
+        for _ in batches:
+            backward(model, reducer.comm.rank)
+
+
+def _average_buffers(reducer):
+    with fastcomm.LocalSGD(reducer, every=2) as syncs:
+        syncs.average_buffers()
+
+
+COPYING = [
+    fastcomm.Reducer.sync_buffers,
+    fastcomm.Reducer.check_in_sync,
+    fastcomm.Reducer.refresh,
+    _join,
+    _average_buffers,
+]
+
+
+@pytest.mark.parametrize("copy", COPYING)
+@on_ranks(2)
+def test_a_buffer_of_one_rank_alone_is_named_and_ends_nothing(comm, copy):
+    model = mlp().append(nn.BatchNorm1d(4))  # in training a FLOP counter adds such buffers
+    reducer = fastcomm.Reducer(comm).attach(model)
+    if comm.rank == 1:
+        model[0].register_buffer("total_ops", torch.zeros(1, dtype=torch.float64))
+    words = (
+        r"rank 1 has buffer 0\.total_ops, which rank 0|buffer 0\.total_ops .*rank 0: none; rank 1"
+    )
+    with pytest.raises(MismatchError, match=words):
+        copy(reducer)
+    if comm.rank == 1:
+        del model[0].total_ops
+    reducer.refresh()
+    model.zero_grad()
+    expected = mean_gradients(model, comm.world_size, backward)
+    backward(model, comm.rank)
+    assert_gradients(model, expected)
+
+
+@on_ranks(2)
+def test_after_a_join_that_could_not_copy_every_step_is_refused_until_refresh(comm):
+    model = mlp()
+    reducer = fastcomm.Reducer(comm).attach(model)
+    model.register_buffer("table", torch.zeros(3 + comm.rank))
+    with pytest.raises(
+        MismatchError, match=r"table has shape \(3,\) on rank 0 and \(4,\) on rank 1"
+    ):
+        _join(reducer)
+    with pytest.raises(FastcommError, match=r"(?s)could not copy.*refresh.*buffer table"):
+        backward(model, comm.rank)
+
+
 @pytest.mark.parametrize(
     "option, values",
     [
@@ -255,11 +310,10 @@ def test_a_rank_that_attaches_alone_hears_that_every_rank_must(transport):
 
 @pytest.mark.transports("shm", "group")
 @on_ranks(2)
-def test_buffers_are_called_so_where_ranks_disagree(comm):
+def test_a_rank_that_copies_buffers_alone_hears_that_every_rank_must(comm):
     model = mlp()
     model.register_buffer("table", torch.zeros(16))
     reducer = fastcomm.Reducer(comm).attach(model)
-    words = f"broadcast of 64 uint8 elements from rank 0 \\(buffers of reducer {reducer.number}\\)"
-    with pytest.raises(MismatchError, match=words):
+    with pytest.raises(MismatchError, match=r"rank 0: all_gather_single.*rank 1: all_reduce"):
         reducer.sync_buffers() if comm.rank == 0 else comm.all_reduce(torch.ones(3))
     reducer.sync_buffers()  # the ranks are in step

@@ -12,9 +12,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 import fastcomm
-from fastcomm import FastcommError
+from fastcomm import FastcommError, MismatchError
 from tests.support.models import (
     assert_gradients,
     backward,
@@ -224,3 +225,91 @@ def test_a_reducer_is_neither_copied_nor_pickled(comm, copied):
     reducer = fastcomm.Reducer(comm).attach(mlp())
     with pytest.raises(TypeError, match="attach another one to the copy, on every rank"):
         copied(reducer)
+
+
+def _with_frozen(tensor):
+    model = mlp()
+    model.register_parameter("odd", nn.Parameter(tensor, requires_grad=False))
+    return model
+
+
+def _two(first, second):
+    return TwoTensor(torch.full((3,), float(first)), torch.full((3,), float(second)))
+
+
+@on_ranks(2)
+def test_frozen_weights_and_buffers_that_wrap_tensors_are_copied_and_compared(comm):
+    model = _with_frozen(TwoTensor(_two(comm.rank, 2), _two(3, comm.rank)))
+    model.register_buffer("scale", _two(comm.rank, comm.rank))
+    reducer = fastcomm.Reducer(comm).attach(model)
+    inner = (model.odd.a.a, model.odd.a.b, model.odd.b.a, model.odd.b.b, model.scale.a)
+    assert [one.tolist() for one in inner] == [[value] * 3 for value in (0.0, 2.0, 3.0, 0.0, 0.0)]
+    model.scale.b.fill_(comm.rank)
+    reducer.sync_buffers(src=1)
+    assert model.scale.b.tolist() == [1.0] * 3
+    model.odd.b.b.fill_(comm.rank)
+    with pytest.raises(MismatchError, match=r"parameter odd\.b\.b is not the same"):
+        reducer.check_in_sync()
+    reducer.detach()
+    if comm.rank == 1:
+        model.odd = nn.Parameter(_two(0, 0), requires_grad=False)
+    with pytest.raises(MismatchError, match=r"rank 0 has parameter odd\.a\.a, which rank 1 lacks"):
+        reducer.attach(model)
+
+
+class Opaque(torch.Tensor):
+    """Wraps something, and does not tell what."""
+
+    @staticmethod
+    def __new__(cls):
+        return torch.Tensor._make_wrapper_subclass(cls, (3,), dtype=torch.float32)
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        if function is torch.ops.aten.detach.default:
+            return Opaque()
+        raise NotImplementedError(f"{function} of an Opaque")
+
+
+ODD = {
+    "a Opaque without memory": Opaque,
+    "sparse_coo": lambda: torch.eye(3).to_sparse(),
+    "quantized": lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8),
+    "on meta, and has no values": lambda: TwoTensor(*[torch.ones(3, device="meta")] * 2),
+}
+
+
+@pytest.mark.parametrize("words", ODD)
+@on_ranks(2)
+def test_what_a_reducer_cannot_copy_may_be_left_out_as_it_says(comm, words):
+    expected = mean_gradients(mlp(), comm.world_size, backward)
+    model = _with_frozen(ODD[words]())
+    advice = r"attach the trained parameters alone: attach\(\[\(n, p\) for n, p in"
+    with pytest.raises(ValueError, match=rf"parameter odd.* is .*{words}.*{advice}"):
+        fastcomm.Reducer(comm).attach(model)
+    trained = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+    reducer = fastcomm.Reducer(comm).attach(trained)
+    backward(model, comm.rank)
+    assert_gradients(nn.Sequential(*model), expected)
+    reducer.check_in_sync()
+
+
+@on_ranks(2)
+def test_two_models_that_share_an_encoder_have_one_reducer_as_it_says(comm):
+    encoder = nn.Linear(8, 16)
+    actor, critic = (nn.Sequential(encoder, nn.Linear(16, n)) for n in (4, 1))
+    both = nn.ModuleList([actor, critic])
+
+    def backward_of_both(models, rank):
+        x = torch.full((2, 8), float(rank + 1))
+        sum(model(x).sum() for model in models).backward()
+
+    alone = fastcomm.Reducer(comm).attach(actor)
+    words = r"parameter 0\.weight is attached.*detach\(\).*nn\.ModuleList\(\[actor, critic\]\)"
+    with pytest.raises(ValueError, match=words):
+        fastcomm.Reducer(comm).attach(critic)
+    alone.detach()
+    fastcomm.Reducer(comm).attach(both)
+    expected = mean_gradients(both, comm.world_size, backward_of_both)
+    backward_of_both(both, comm.rank)
+    assert_gradients(both, expected)

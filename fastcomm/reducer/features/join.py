@@ -20,7 +20,7 @@ import torch
 from fastcomm.comm.collective import WEIGHTED_OPS
 from fastcomm.comm.objects import gather_objects
 from fastcomm.comm.transport import Transport, Weight
-from fastcomm.errors import AbandonedError, FastcommError
+from fastcomm.errors import AbandonedError, FastcommError, MismatchError
 from fastcomm.reducer import validation
 from fastcomm.reducer.autograd import free_failed_backwards
 from fastcomm.reducer.extension import RoundExtension
@@ -47,6 +47,10 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 STRATEGIES = ("wait", "stop")
 _NO_BATCH: Any = object()
+_APART = (
+    "join() could not copy the model that went furthest to all ranks. Make the models alike, call "
+    "refresh() on every rank, and make optimizers anew"
+)
 
 
 # The block that is open on a communicator. Others inside it are a part of it.
@@ -83,6 +87,7 @@ class Join(Generic[T]):
         self._is_inner = False
         self._is_open = False
         self._has_stopped = False  # the loop, because its batches have ended on some rank
+        self._difference: MismatchError | None = None  # of the ranks' models, in the end
 
     @property
     def needs_announcements(self) -> bool:
@@ -118,6 +123,7 @@ class Join(Generic[T]):
         elif self._ends_with_the_first and isinstance(error, AbandonedError):
             with self._closing():
                 self._meet()
+            self._raise_difference()
             return True
         else:
             self._fail(error)
@@ -230,6 +236,13 @@ class Join(Generic[T]):
             elif self._ends_with_the_first:
                 self._comm.abandon(in_any_case=True)
             self._meet()
+        self._raise_difference()
+
+    def _raise_difference(self) -> None:
+        """All ranks raise it, so the communicator goes on."""
+        difference, self._difference = self._difference, None
+        if difference is not None:
+            raise difference
 
     def _follow(self) -> None:
         """Takes part in what the others reduce, until all ranks are done."""
@@ -256,13 +269,19 @@ class Join(Generic[T]):
         is_uneven = any(one != rounds[src] for one in rounds)
         for reducer, furthest in zip(reducers, rounds[src], strict=True):
             reducer.n_rounds, reducer.steps.n, reducer.steps.record = furthest
-            tensors = validation.named_tensors(reducer.attached_model())
-            validation.broadcast(self._comm, [tensor for _, tensor in tensors], src)
             reducer.forget_phases()
             if is_uneven:
                 reducer.drop_step()  # the ranks have gradients of different steps
                 for bucket in reducer.buckets:
                     bucket.step_checksum = 0  # some ranks have stepped less often
+        named = [validation.named_tensors(reducer.attached_model()) for reducer in reducers]
+        try:
+            validation.copy_from(self._comm, src, [pair for one in named for pair in one], "join()")
+        except MismatchError as difference:
+            for reducer in reducers:
+                reducer.stand_still(reducer.attached_model(), f"{_APART}: {difference}")
+            self._difference = difference
+            return
         if not is_uneven:
             return
         reason = why_apart(ranks, is_loaded=not self._states)

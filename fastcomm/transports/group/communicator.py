@@ -161,7 +161,7 @@ class GroupCommunicator(Transport):
         transfer = Transfer(lambda _, rows, __: self._exchange.broadcast(flat, src, rows))
         return self._begin(GroupWork(self._queue, call, transfer, flat), async_op)
 
-    def broadcast_all(self, tensors: list[Tensor], src: int = 0, *, label: int = 0) -> None:
+    def broadcast_all(self, tensors: list[Tensor], src: int = 0) -> None:
         """One collective, so that no exception can split it."""
         flats = [as_bytes(self._check(tensor)) for tensor in tensors]
         check_root("src", src, self.world_size)
@@ -170,7 +170,7 @@ class GroupCommunicator(Transport):
             for flat in flats:
                 self._exchange.broadcast(flat, src)
 
-        call = Call("broadcast", sum(map(len, flats)), root=src, label=label)
+        call = Call("broadcast", sum(map(len, flats)), root=src)
         self._begin(GroupWork(self._queue, call, Transfer(move)), False)
 
     def all_gather_single(

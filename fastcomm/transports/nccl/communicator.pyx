@@ -392,7 +392,7 @@ cdef class NcclCommunicator:
         check_root("src", src, self.world_size)
         return self._collective(BROADCAST, tensor, tensor, None, src, async_op, None)
 
-    def broadcast_all(self, list tensors, int src=0, *, uint32_t label=0):
+    def broadcast_all(self, list tensors, int src=0):
         """Broadcasts many tensors of any dtype, in one launch."""
         tensors = [self._check(tensor) for tensor in tensors]
         check_root("src", src, self.world_size)
@@ -407,7 +407,6 @@ cdef class NcclCommunicator:
                 calls[n] = Call(BROADCAST, data, data, tensor.nbytes, UINT8, 0, src)
                 n += 1
         in_flight.kind, in_flight.dtype, in_flight.root = BROADCAST, torch.uint8, src
-        in_flight.label = label
         in_flight.numel = sum([tensor.nbytes for tensor in tensors])
         self._launch(work, None, calls, n)
         self.cuda.order_current_after(in_flight.done)

@@ -199,19 +199,16 @@ cdef class ShmCommunicator:
         """Copies rank `src`'s `tensor` into every other rank's. Same numel and dtype on every rank.
         Errors as all_reduce.
         """
-        return self._broadcast(tensor, src, async_op, 0)
-
-    cdef object _broadcast(self, tensor, int src, bint async_op, uint32_t label):
         cdef shm_descriptor d = descriptor(SHM_BROADCAST, SHM_SUM)
         cdef char *data = self.ring.check(tensor, &d)
         check_root("src", src, self.world_size)
-        d.root, d.label = src, label
+        d.root = src
         return self.ring.call(&d, tensor, data, tensor, data, async_op)
 
-    def broadcast_all(self, list tensors, int src=0, *, uint32_t label=0):
+    def broadcast_all(self, list tensors, int src=0):
         """Broadcasts one tensor after the other."""
         for tensor in tensors:
-            self._broadcast(tensor, src, False, label)
+            self.broadcast(tensor, src)
 
     def all_gather_single(self, out, inp, *, bint async_op=False):
         """Concatenates every rank's `inp`, by rank, into `out` of world_size * inp.numel()
