@@ -394,6 +394,33 @@ def is_wrapper(tensor: Tensor) -> bool:
     return type(tensor) is not Tensor and is_traceable_wrapper_subclass(tensor)
 
 
+def lacks_memory(tensor: Tensor) -> bool:
+    """Whether a dense tensor has elements but no memory that holds them: torch's zero tensors,
+    wrappers, those of a FakeTensorMode or of torch.func, and those whose storage was freed. A slice
+    of one has an address all the same.
+    """
+    if tensor.layout is not torch.strided or not tensor.numel():
+        return False
+    try:
+        return tensor.data_ptr() == 0 or tensor.untyped_storage().data_ptr() == 0
+    except (RuntimeError, NotImplementedError):
+        return True
+
+
+def is_readable(tensor: Tensor) -> bool:
+    """Whether torch finds the elements of a dense tensor: those of zero tensors it knows."""
+    return tensor._is_zerotensor() or not lacks_memory(tensor)
+
+
+def without_memory(tensor: Tensor) -> str:
+    """What is wrong with a tensor that lacks memory."""
+    return (
+        f"is a {type(tensor).__name__} without memory for its elements (a zero tensor of torch's, "
+        "one that wraps others, one from a FakeTensorMode or torch.func, or one whose storage was "
+        "freed): make a plain tensor of it, by clone() where it has values"
+    )
+
+
 def refuse_tensor(tensor: object, backend: str, device: torch.device) -> NoReturn:
     """Says what is wrong with a tensor: it must be dense, on the device, contiguous and neither a
     negated view nor a wrapper. Raises TypeError or ValueError.
@@ -419,7 +446,14 @@ def refuse_tensor(tensor: object, backend: str, device: torch.device) -> NoRetur
             f"the tensor must be contiguous; its shape is {tuple(tensor.shape)}, its strides are "
             f"{tensor.stride()}"
         )
+    refuse_without_memory(tensor)
     raise ValueError("the tensor is a negated view of its memory: pass tensor.resolve_neg()")
+
+
+def refuse_without_memory(tensor: Tensor) -> None:
+    """Raises ValueError for a tensor that lacks memory."""
+    if lacks_memory(tensor):
+        raise ValueError(f"the tensor {without_memory(tensor)}")
 
 
 def refuse_error_feedback(backend: str) -> NoReturn:

@@ -5,7 +5,11 @@ one: the rounds of that bucket change its contents.
 Compares addresses, because a view of a flat buffer may have a storage of its own.
 """
 
+from torch import Tensor
+
+
 cdef Range *first = NULL
+cdef object data_ptr = Tensor.data_ptr  # found once, as it is asked for in every step
 
 
 cdef class FlatBuffer:
@@ -38,7 +42,20 @@ cdef bint is_in_a_flat_buffer(const void *address) noexcept:
 
 def inside(list tensors):
     """The indices of the tensors that lie in a flat buffer."""
-    return [
-        i for i, tensor in enumerate(tensors)
-        if is_in_a_flat_buffer(<void *><size_t>tensor.data_ptr())
-    ]
+    return inside_or_nowhere(tensors)[0]
+
+
+def inside_or_nowhere(list tensors):
+    """The indices of the tensors that lie in a flat buffer, and of those without an address."""
+    cdef list found = [], nowhere = []
+    cdef const void *address
+    for i, tensor in enumerate(tensors):
+        try:
+            address = <void *><size_t>data_ptr(tensor)
+        except RuntimeError:  # it is sparse, or one of torch.func's
+            address = NULL
+        if address == NULL:
+            nowhere.append(i)
+        elif is_in_a_flat_buffer(address):
+            found.append(i)
+    return found, nowhere

@@ -6,7 +6,7 @@ to copy; how the others are moved, and when, is the transport's.
 copy_gradients() in transport.py is the same in Python, for transports that only copy.
 """
 
-from fastcomm.comm.collective import OTHERS_GRADIENT
+from fastcomm.comm.collective import OTHERS_GRADIENT, is_readable, without_memory
 from fastcomm.errors import FastcommError
 
 from fastcomm.comm.flat_buffers cimport FlatBuffer, is_in_a_flat_buffer
@@ -45,6 +45,8 @@ cdef class GatheringBucket:
                     if not is_at_home and is_in_a_flat_buffer(source):
                         raise FastcommError(OTHERS_GRADIENT)
                     if not is_fit:
+                        if not is_readable(gradient):
+                            raise FastcommError(without_memory(gradient))
                         view.copy_(gradient.clone() if is_at_home else gradient)
                         self.note_copied(gradient)
                     elif not is_at_home:  # at home: the user's own tensor on our memory

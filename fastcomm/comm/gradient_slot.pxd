@@ -20,6 +20,9 @@ ctypedef struct DLTensor:
     uint64_t byte_offset
 
 
+cdef bint is_without_memory(tensor, const void *address) except -1
+
+
 cdef class GradientSlot:
     cdef char *address
     cdef object dtype
@@ -30,3 +33,6 @@ cdef class GradientSlot:
     cdef int64_t *shape_and_strides
 
     cdef bint fits(self, gradient, char **address) except -1
+    cdef bint still_holds(self, view) except -1
+    cpdef bint holds(self, tensor) except -1
+    cdef bint _describes(self, tensor, DLTensor *found) except -1

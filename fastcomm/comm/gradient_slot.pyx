@@ -1,12 +1,18 @@
 # cython: language_level=3
-"""GradientSlot: where one gradient lies in its flat buffer, and how. Says of a gradient that
-autograd has made where it lies, and whether its elements are in the same order.
+"""GradientSlot: where one tensor, a gradient or a parameter, lies in its flat buffer, and how. Says
+of another tensor where that lies now, and whether its elements are in the same order.
+
+Where a tensor lies is asked here alone, and by address: `.data =`, `set_()` and `share_memory_()`
+leave a tensor what it is, and move it elsewhere, and with it all that share its storage.
 
 That is asked in every step for every parameter. One call of C answers, by the functions that torch
 offers in DLPack's exchange protocol; a torch before 2.11 has none, and is asked in Python.
 """
 
 import torch
+from torch.nn import Parameter
+
+from fastcomm.comm.collective import lacks_memory
 
 from cpython.exc cimport PyErr_Clear
 from cpython.pycapsule cimport PyCapsule_GetPointer
@@ -29,7 +35,10 @@ cdef struct ExchangeTable:
 
 
 cdef object Tensor = torch.Tensor
-cdef object is_neg = Tensor.is_neg  # found once: the look-up is a tenth of the call
+# found once: the look-up is a tenth of the call
+cdef object is_neg = Tensor.is_neg, is_zero_tensor = Tensor._is_zerotensor
+# Heaps and mappings of most processes lie above; what lies at an offset from NULL, below.
+cdef size_t HIGH = <size_t>1 << 40
 cdef Describe describe = NULL  # NULL: ask in Python
 
 
@@ -86,21 +95,62 @@ cdef class GradientSlot:
         values; `address` is where it lies.
         """
         cdef DLTensor found
+        cdef bint is_alike
         # of which DLPack knows nothing
         cdef bint is_changed = is_neg(gradient) or (self.is_complex and gradient.is_conj())
         # a subclass may have methods of its own
-        if describe != NULL and self.geometry.ndim >= 0 and type(gradient) is Tensor:
-            if describe(<void *>gradient, &found) == 0:
-                address[0] = <char *>found.data + found.byte_offset
-                return not is_changed and _lies_alike(&self.geometry, &found)
-            PyErr_Clear()  # what it has no description of is refused below
-        address[0] = <char *><size_t>gradient.data_ptr()
+        if self._describes(gradient, &found):
+            address[0] = <char *>found.data + found.byte_offset
+            is_alike = _lies_alike(&self.geometry, &found)
+        else:
+            address[0] = <char *><size_t>gradient.data_ptr()
+            is_alike = (
+                gradient.dtype is self.dtype
+                and gradient.shape == self.shape
+                and _are_strides_of(self, gradient.stride())
+            )
+        return is_alike and not is_changed and not is_without_memory(gradient, address[0])
+
+    cdef bint still_holds(self, view) except -1:
+        """As holds(), in a fraction of the time, of a tensor that was made on this slot: nobody can
+        have made it a negated view of the same memory.
+        """
+        cdef DLTensor found
+        if not self._describes(view, &found):
+            return self.holds(view)
         return (
-            not is_changed
-            and gradient.dtype is self.dtype
-            and gradient.shape == self.shape
-            and _are_strides_of(self, gradient.stride())
-        )
+            <char *>found.data + found.byte_offset == self.address or self.address == NULL
+        ) and _lies_alike(&self.geometry, &found)
+
+    cpdef bint holds(self, tensor) except -1:
+        """Whether the tensor lies in this slot now, as what was made on it did at first."""
+        cdef char *address = NULL
+        cdef bint is_fit
+        try:
+            is_fit = self.fits(tensor, &address)
+        except RuntimeError:  # it has no address
+            return False
+        return is_fit and (address == self.address or not tensor.numel())
+
+    cdef bint _describes(self, tensor, DLTensor *found) except -1:
+        """Fills in `found` if torch can be asked in C. Other classes may have methods of their own.
+        """
+        if describe == NULL or self.geometry.ndim < 0 or (
+            type(tensor) is not Tensor and type(tensor) is not Parameter
+        ):
+            return False
+        if describe(<void *>tensor, found) == 0:
+            return True
+        PyErr_Clear()  # what it has no description of is refused in Python
+        return False
+
+
+cdef bint is_without_memory(tensor, const void *address) except -1:
+    """As collective.lacks_memory(), of a tensor that lies at this address. Freed ones only at NULL.
+    """
+    if <size_t>address >= HIGH or (address != NULL and not is_zero_tensor(tensor)):
+        return False
+    return lacks_memory(tensor)
 
 
 cdef bint _are_strides_of(GradientSlot slot, tuple strides) except -1:

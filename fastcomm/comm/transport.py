@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from fastcomm.comm.abandonment import Abandonment
-from fastcomm.comm.collective import OTHERS_GRADIENT
+from fastcomm.comm.collective import OTHERS_GRADIENT, is_readable, without_memory
 from fastcomm.comm.communicator import Communicator, Work
-from fastcomm.comm.flat_buffers import inside
+from fastcomm.comm.flat_buffers import inside_or_nowhere
 from fastcomm.comm.flight_recorder import FlightRecorder
 from fastcomm.errors import FastcommError
 
@@ -309,7 +309,11 @@ def copy_gradients(views: list[Tensor], parameters: list[Parameter | None]) -> l
             _replace(gradient, parameter, view, i)
             moving.append(i)
             gradients.append(gradient)
-    for j in inside(gradients):  # a tensor of the user's on our memory
+    at_home, nowhere = inside_or_nowhere(gradients)
+    for j in nowhere:
+        if not is_readable(gradients[j]):
+            raise blame(FastcommError(without_memory(gradients[j])), moving[j])
+    for j in at_home:  # a tensor of the user's on our memory
         if gradients[j].data_ptr() != views[moving[j]].data_ptr():
             raise blame(FastcommError(OTHERS_GRADIENT), moving[j])
         gradients[j] = gradients[j].clone()  # its strides may differ

@@ -7,16 +7,23 @@ bucket. torch.compile traces the Python frames it meets during a backward. It me
 because this module is compiled; what is called from here runs untraced.
 """
 
+from torch._C import _len_torch_dispatch_stack
 from torch._C._dynamo.eval_frame import set_eval_frame
+from torch.utils._python_dispatch import _disable_current_modes
 
 from fastcomm.insight.recorder cimport Recorder
 
 
 cdef object _untraced(function):
-    """Calls the function so that torch.compile does not trace it."""
+    """Calls the function so that torch.compile does not trace it, and out of sight of modes, as of
+    a FakeTensorMode, which would make tensors without memory of ours.
+    """
     before = set_eval_frame(None)
     try:
-        return function()
+        if not _len_torch_dispatch_stack():
+            return function()
+        with _disable_current_modes():
+            return function()
     finally:
         set_eval_frame(before)
 

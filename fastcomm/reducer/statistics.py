@@ -40,7 +40,11 @@ def clip_(buckets: Sequence[Bucket], max_norm: float, comm: Transport) -> Tensor
     before = _norm_from(buckets, square_sums, comm.device)
     if None in square_sums:
         parameters = _with_gradient(buckets)
-        dense = [p for p in parameters if p.grad is not None and not p.grad.is_sparse]
+        dense = [
+            p
+            for p in parameters
+            if p.grad is not None and not p.grad.is_sparse and not p.grad._is_zerotensor()
+        ]
         torch.nn.utils.clip_grads_with_norm_(dense, max_norm, before)
         factor = _clip_factor(max_norm, before)
         for p in parameters:

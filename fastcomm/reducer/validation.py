@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import Parameter, UninitializedParameter
 
-from fastcomm.comm.collective import is_wrapper
+from fastcomm.comm.collective import is_readable, is_wrapper, lacks_memory, without_memory
 from fastcomm.comm.objects import called_by, gather_unequal
 from fastcomm.comm.transport import Transport
 from fastcomm.errors import FastcommError, MismatchError
@@ -185,8 +185,8 @@ def _why_not_tensor(what: str, tensor: Tensor, device: torch.device) -> str | No
             f"{what} is on {tensor.device}, but the communicator reduces on {device}: move the "
             "model to comm.device first"
         )
-    if tensor.numel() > 0 and tensor.data_ptr() == 0:
-        return f"{what} is a {type(tensor).__name__} without memory, which cannot be copied"
+    if lacks_memory(tensor):
+        return f"{what} {without_memory(tensor)}"
     if tensor.is_inference():
         return f"{what} was made in inference mode, which training cannot use: clone it outside"
     return None
@@ -440,6 +440,9 @@ def _model_in_words(model: Model, optimizer: torch.optim.Optimizer | None) -> di
 
 def contents_in_words(tensors: NamedTensors, values: Iterable[tuple[str, str]]) -> dict[str, str]:
     """What a rank holds, by name: a value as it is, a tensor by its checksum."""
+    for name, tensor in tensors:
+        if not is_readable(tensor):
+            raise ValueError(f"{name} {without_memory(tensor)}")
     bits = _checksums([tensor for _, tensor in tensors])
     words = [
         (name, f"{tensor.dtype} {list(tensor.shape)} #{number & (2**64 - 1):016x}")
@@ -562,4 +565,4 @@ def misfit(
             f"is on {gradient.device}, and was on {device} at attach(): call refresh() on "
             "every rank after moving the model"
         )
-    return None
+    return None if is_readable(gradient) else without_memory(gradient)

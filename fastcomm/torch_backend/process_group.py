@@ -27,7 +27,7 @@ from torch._C import _distributed_c10d as c10d
 from torch.distributed import PrefixStore, ReduceOp  # type: ignore[attr-defined]
 
 from fastcomm.comm.autograd_stack import caller_is_called_by_autograd
-from fastcomm.comm.collective import CPU_DTYPES, REDUCTIONS
+from fastcomm.comm.collective import CPU_DTYPES, REDUCTIONS, refuse_without_memory
 from fastcomm.errors import FastcommError, InitError, PeerLostError
 from fastcomm.launching.bootstrap import Caller, count_as_finished, own_part, said_of
 from fastcomm.launching.rendezvous import connect
@@ -228,12 +228,14 @@ class ProcessGroup(dist.ProcessGroup):
         name: of the engine's method. arguments: the tensors it writes to come first.
         """
         if tensor.is_cpu:
+            refuse_without_memory(tensor)
             return self._gloo.collective(name, *arguments)
         return getattr(self._engine_of(tensor), name)(*arguments)
 
     def _sent_by_engine(self, name: str, tensor: Tensor, *arguments: Any) -> c10d.Work:
         """Runs as _by_engine, for transfers from one rank to another."""
         if tensor.is_cpu:
+            refuse_without_memory(tensor)
             return self._gloo.transfer(name, *arguments)
         return getattr(self._engine_of(tensor), name)(*arguments)
 

@@ -86,18 +86,50 @@ def test_an_op_that_is_no_string_is_refused(comm):
         refused(comm, TypeError, words, call)
 
 
-@over(2)
-@on_ranks()
-def test_tensors_that_wrap_others_are_refused(comm):
+def wrapper():
     from torch.testing._internal.two_tensor import TwoTensor
 
-    wrapper, whole = TwoTensor(torch.ones(4), torch.ones(4)), torch.ones(8)
+    return TwoTensor(torch.ones(4), torch.ones(4)), "a TwoTensor, which wraps others"
+
+
+def fake():
+    from torch._subclasses import FakeTensorMode
+
+    return FakeTensorMode().from_tensor(torch.ones(4)), "a FakeTensor without memory"
+
+
+def zeros_of_torch():
+    return torch._efficientzerotensor((4,)), "without memory"
+
+
+def slice_of_such_zeros():
+    return torch._efficientzerotensor((8,))[4:], "without memory"
+
+
+def freed():
+    tensor = torch.ones(4)
+    tensor.untyped_storage().resize_(0)
+    return tensor, "without memory"
+
+
+WITHOUT_MEMORY = [wrapper, fake, zeros_of_torch, slice_of_such_zeros, freed]
+
+
+@pytest.mark.parametrize("make", WITHOUT_MEMORY, ids=lambda make: make.__name__)
+@over(2)
+@on_ranks()
+def test_tensors_without_memory_are_refused(comm, make):
+    tensor, words = make()
     for call in (
-        lambda: comm.all_reduce(wrapper),
-        lambda: comm.broadcast(wrapper),
-        lambda: comm.all_gather_single(whole, wrapper),
+        lambda: comm.all_reduce(tensor),
+        lambda: comm.all_reduce_coalesced([torch.ones(4), tensor]),
+        lambda: comm.broadcast(tensor),
+        lambda: comm.all_gather_single(torch.ones(8), tensor),
+        lambda: comm.reduce_scatter_single(torch.ones(2), tensor),
+        lambda: comm.send(tensor, 1),
+        lambda: comm.recv(tensor, 1),
     ):
-        refused(comm, ValueError, "a TwoTensor, which wraps others", call)
+        refused(comm, ValueError, words, call)
 
 
 @over(2)

@@ -70,6 +70,14 @@ MUTATIONS = (
         tests=("tests/contract/test_gather.py",),
     ),
     Mutation(
+        name="a gradient without memory is read at its address",
+        file=SLOT,
+        within="GradientSlot.fits",
+        old=" and not is_without_memory(gradient, address[0])",
+        new="",
+        tests=("tests/reducer/test_gradients.py",),
+    ),
+    Mutation(
         name="nccl: numbers go on when the ranks meet anew",
         file=LAUNCHES,
         within="Launches.begin_epoch",

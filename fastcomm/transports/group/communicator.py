@@ -40,7 +40,7 @@ from fastcomm.comm.collective import (
     check_numel,
     check_out,
     check_root,
-    is_wrapper,
+    lacks_memory,
     refuse_dtype,
     refuse_tensor,
     shard_of,
@@ -347,8 +347,6 @@ class GroupCommunicator(Transport):
 
 
 def _is_dense_here(tensor: Tensor) -> bool:
-    """Whether the tensor is on the CPU, dense, contiguous and neither a negated view nor a
-    wrapper.
-    """
-    is_dense = tensor.is_cpu and tensor.layout is torch.strided and not is_wrapper(tensor)
+    """Whether the tensor is on the CPU, dense, contiguous, in memory and no negated view."""
+    is_dense = tensor.is_cpu and tensor.layout is torch.strided and not lacks_memory(tensor)
     return is_dense and tensor.is_contiguous() and not tensor.is_neg()

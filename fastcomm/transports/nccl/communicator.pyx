@@ -14,7 +14,7 @@ import torch
 from fastcomm.comm.coalesced import checked_together, sizes
 from fastcomm.comm.collective import (
     WIRE_DTYPES, addends_of_mean, as_pairs, canonical_op, check_numel, check_out, check_root,
-    is_wrapper, mean_of_addends, real_numel, refuse_error_feedback, refuse_tensor, shard_of,
+    lacks_memory, mean_of_addends, real_numel, refuse_error_feedback, refuse_tensor, shard_of,
 )
 from fastcomm.comm.abandonment import is_abandoned_already, leave_backward
 from fastcomm.comm.parts import exchanged, rooted
@@ -499,13 +499,14 @@ cdef class NcclCommunicator:
 
     cdef object _as_taken(self, tensor, str op):
         """Returns the tensor, a complex one as pairs. op: what it is reduced by."""
-        if not isinstance(tensor, TENSOR) or is_wrapper(tensor):
+        if not isinstance(tensor, TENSOR):
             refuse_tensor(tensor, self.backend, self.device)
         is_here = tensor.device == self.device and tensor.layout is torch.strided
         if is_here and tensor.dtype.is_complex:
             tensor = as_pairs(tensor, op)
         dtype_number(tensor.dtype)
-        if not is_here or not tensor.is_contiguous() or tensor.is_neg():
+        if (not is_here or not tensor.is_contiguous() or tensor.is_neg()
+                or lacks_memory(tensor)):
             refuse_tensor(tensor, self.backend, self.device)
         return tensor
 

@@ -27,6 +27,7 @@ from cpython.exc cimport PyErr_CheckSignals
 from libc.stdint cimport int32_t
 from libc.stdlib cimport free, malloc
 
+from fastcomm.comm.gradient_slot cimport is_without_memory
 from fastcomm.transports.shm.descriptor cimport descriptor, in_words, noted
 from fastcomm.transports.shm.memory cimport Segments
 
@@ -219,7 +220,7 @@ cdef class Ring:
         except RuntimeError:  # sparse tensors have no address
             is_taken = False
         d.dtype, d.numel = dtype, NUMEL(tensor)
-        if not is_taken or (data == NULL and d.numel):  # the latter wraps another tensor
+        if not is_taken or is_without_memory(tensor, data):
             collective.refuse_tensor(tensor, "shm", CPU)
         cdef size_t offset = data - self.arena.base
         d.where = offset if offset < self.arena.nbytes else SHM_PRIVATE
