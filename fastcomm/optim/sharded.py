@@ -232,7 +232,7 @@ class ShardedOptimizer(Optimizer):
                 "optimizer.state = {}; then call refresh()"
             )
         for bucket in self._buckets:
-            _shard_of(bucket).refuse_refresh(bucket.names, bucket.parameters, has_state)
+            _shard_of(bucket).refuse_refresh(bucket, has_state)
         # of those that have a state: new ones may lack a group, of which take_buckets() tells
         return {
             f"the place of parameter {self._parts[parameter].name}": i
@@ -349,7 +349,7 @@ class ShardedOptimizer(Optimizer):
                 self._remake_inner()
             param_groups.refuse_unreduced(self._strangers)
             for bucket in self._buckets:
-                _shard_of(bucket).begin_step(bucket.names, bucket.parameters, bucket.views)
+                _shard_of(bucket).begin_step(bucket)
             if not self.comm.has_streams:
                 self.reducer.phases.enter(WAITING)
                 self._barrier.wait()  # no rank reads parameters, and none has dropped the step
@@ -396,11 +396,13 @@ class ShardedOptimizer(Optimizer):
                 under_way[i] = work
         if self._arrivals is not None:
             self._let_arrive(self._arrivals, under_way)
-            return
-        for work in under_way.values():
-            work.wait()
+        else:
+            for work in under_way.values():
+                work.wait()
         if self.sharding.shares_parameters:
             self._barrier.wait()  # all of them are new
+        for bucket in self._buckets:
+            _shard_of(bucket).end_step(bucket)
 
     def _let_arrive(self, arrivals: Arrivals, under_way: dict[int, Work]) -> None:
         started = {

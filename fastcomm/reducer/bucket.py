@@ -206,8 +206,10 @@ class Bucket(Counter):
         return given
 
     def _remake_views(self) -> None:
-        """After parameter.grad.data = ... some views lie on the user's memory."""
-        for i in self.gradient_state.displaced():
+        """After parameter.grad.data = ... some views lie on the user's memory. To be called before
+        a gradient is compared with its view: what then is the view lies in the flat buffer.
+        """
+        for i in self.gradient_state.give_up_displaced():
             self.views[i] = self._view(i)
 
     def launch_vote(self, op: str, step: int, weight: Any, *, with_nan: bool) -> None:
@@ -306,24 +308,35 @@ class Bucket(Counter):
         if gradient is None:
             self._untouched[i] = None
             self.views[i].zero_()
-        elif gradient is self.views[i]:
-            self._untouched[i] = gradient.clone()
         else:
-            self._untouched[i] = gradient
-            assert parameter is not None  # for the type checker
-            trouble = misfit_in_slot(parameter, gradient, self.views[i]) or self._intrusion(
-                i, gradient
-            )
-            if trouble is not None:
-                raise FastcommError(f"the gradient of parameter {self.names[i]} {trouble}")
-            self.views[i].copy_(gradient)
+            self._untouched[i] = gradient.clone() if self._is_ours(i, gradient) else gradient
+            if gradient is not self.views[i]:
+                self._copy_in(i, gradient)
 
-    def _intrusion(self, i: int, gradient: Tensor) -> str | None:
-        """Why the gradient may not be copied into slot i: it lies in another slot, of any bucket,
-        whose rounds change it.
+    def _is_ours(self, i: int, gradient: Tensor | None) -> bool:
+        """Whether rounds write to this gradient of slot i: an empty view has no address."""
+        return gradient is self.views[i] or (gradient is not None and bool(inside([gradient])))
+
+    def _copy_in(self, i: int, gradient: Tensor) -> None:
+        """Copies a gradient that lies elsewhere to slot i. Raises FastcommError, naming the
+        parameter, if it does not fit, or lies in another slot, of any bucket, whose rounds change
+        it.
         """
-        is_intruder = inside([gradient]) and gradient.data_ptr() != self.views[i].data_ptr()
-        return OTHERS_GRADIENT if is_intruder else None
+        parameter, view = self._references[i](), self.views[i]
+        assert parameter is not None  # for the type checker
+        trouble = misfit_in_slot(parameter, gradient, view)
+        is_at_home = trouble is None and gradient.data_ptr() == view.data_ptr()
+        if trouble is None and not is_at_home and inside([gradient]):
+            trouble = OTHERS_GRADIENT
+        if trouble is not None:
+            raise FastcommError(f"the gradient of parameter {self.names[i]} {trouble}")
+        view.copy_(gradient.clone() if is_at_home else gradient)
+
+    def bring_home(self) -> None:
+        """Copies the gradients that lie elsewhere into the flat buffer. Raises as _copy_in()."""
+        for i, gradient in self._outside():
+            if gradient is not None:
+                self._copy_in(i, gradient)
 
     def refuse_second_gradient(self, i: int) -> None:
         """With reentrant checkpointing a shared parameter gets several gradients in one backward.
@@ -443,7 +456,7 @@ class Bucket(Counter):
                 continue
             if i in self._emptied:
                 before, parameter.grad = self._emptied[i], self._staying.get(i, self.views[i])
-            if before is not None and parameter.grad is self.views[i]:
+            if before is not None and self._is_ours(i, parameter.grad):
                 self.views[i].copy_(before)
             self.gradient_state.note_left(i)
             left.append(i)
@@ -534,7 +547,10 @@ class Bucket(Counter):
         return found
 
     def _outside(self) -> list[tuple[int, Tensor | None]]:
-        """The slots whose gradient is another tensor than the view, or missing."""
+        """The slots whose gradient is another tensor than the view, or missing. A view that the
+        user has moved out of the flat buffer is another tensor.
+        """
+        self._remake_views()
         pairs = enumerate(zip(self.parameters, self.views, strict=True))
         return [(i, p.grad) for i, (p, view) in pairs if p is not None and p.grad is not view]
 
@@ -546,7 +562,11 @@ class Bucket(Counter):
         places = [self.views[i].data for i, _ in outside]
         before = [place.clone() for place in places]
         # A number without a dimension would be multiplied in the scalar's dtype, not in its own.
-        elsewhere = [torch.atleast_1d(g.detach()) for _, g in outside if g is not None]
+        elsewhere = [
+            torch.atleast_1d(g.detach())
+            for _, g in outside
+            if g is not None and not g._is_zerotensor()
+        ]
         products = [gradient * factor for gradient in elsewhere]  # now: they may share its memory
         self.flat[: -len(self.views)].mul_(factor)
         for place, values in zip(places, before, strict=True):
@@ -574,9 +594,9 @@ class Bucket(Counter):
 
     def vacate(self) -> None:
         """Leaves no gradient in the views, so that they can hold something else."""
-        for parameter, view in zip(self.parameters, self.views, strict=True):
-            if parameter is not None and parameter.grad is view:
-                parameter.grad = view.clone()
+        for _, parameter in self.named_parameters():
+            if parameter.grad is not None and inside([parameter.grad]):
+                parameter.grad = parameter.grad.clone()
         self._remake_views()
 
     def take_views(self) -> None:
@@ -592,14 +612,12 @@ class Bucket(Counter):
 
     def release(self) -> None:
         """Gives the parameters gradients of their own, so that the flat buffer can go."""
-        for i, (parameter, view) in enumerate(zip(self.parameters, self.views, strict=True)):
-            gradient = None if parameter is None else parameter.grad
-            if parameter is None or gradient is None:
-                continue
-            if gradient is view:
-                gradient = view.clone()
-            self.gradient_state.hand_over(i, gradient)
-            parameter.grad = gradient
+        for i, gradient in _gradients_of(self.parameters):
+            own = gradient.clone() if inside([gradient]) else gradient
+            self.gradient_state.hand_over(i, own)
+            parameter = self._references[i]()
+            if parameter is not None:
+                parameter.grad = own
         if self.shard is not None:
             self.shard.release(self.parameters)
 

@@ -13,9 +13,11 @@ Runs in every step, so it is compiled, and looks at gradients only where it must
 
 from itertools import count
 
-from torch import Tensor, strided
+from torch import strided
 
 from libc.stdint cimport uint32_t
+
+from fastcomm.comm.gradient_slot cimport GradientSlot
 
 # An attribute of gradients that are not views of a flat buffer: one of the states below, and a
 # number. What is known of views is kept by slot.
@@ -27,7 +29,6 @@ cdef enum:
 cdef Py_ssize_t MOST_COMPARED = 8  # parameters of a bucket in one checksum
 cdef object NEVER = -1
 cdef object NO_VERSION = -2  # of no tensor
-cdef object data_ptr = Tensor.data_ptr  # found once, as it is asked for in every step
 cdef object numbers = count(1)  # of the periods of all buckets; 0 stands for one that was detached
 
 
@@ -41,7 +42,7 @@ cdef class GradientState:
     """
 
     cdef list references, views
-    cdef list addresses  # where the views lay when they were made
+    cdef list slots  # of the views, as they lay when they were made; None: of a sparse result
     cdef list reduced_by  # the number of the last round that has reduced the gradient
     cdef list stepped_at  # how many rounds had ended at the last step with it, by any optimizer
     cdef list versions  # of the views, when they were stepped or left
@@ -52,7 +53,7 @@ cdef class GradientState:
     def __cinit__(self, list references, list views, Py_ssize_t n_rounds):
         n = len(views)
         self.references, self.views = references, views
-        self.addresses = [view.data_ptr() for view in views]
+        self.slots = [GradientSlot(view) if is_dense(view) else None for view in views]
         self.reduced_by, self.stepped_at = [NEVER] * n, [NEVER] * n
         self.versions = [view._version for view in views]
         self.begin_period()
@@ -80,21 +81,34 @@ cdef class GradientState:
                 continue
             if parameter.grad is not view or view._version != self.watched[i]:
                 return i
+            if not self._is_in_place(i):
+                return i
         return -1
 
-    def displaced(self):
-        """The slots whose views have another address now: somebody has assigned to their `.data`.
+    cdef bint _is_in_place(self, Py_ssize_t i) except -1:
+        """Whether the view lies in its slot, and not where `.data =` or the like has put it."""
+        cdef GradientSlot slot = self.slots[i]
+        return slot is None or slot.still_holds(self.views[i])
+
+    def give_up_displaced(self):
+        """Returns the slots whose views lie elsewhere by now, where there are to be others: these
+        are tensors of the user's from here on.
         """
         cdef list found = []
+        cdef Py_ssize_t i
         for i in range(len(self.views)):
-            if data_ptr(self.views[i]) != self.addresses[i]:
-                found.append(i)
+            if self._is_in_place(i):
+                continue
+            if self.unsynced[i]:
+                setattr(self.views[i], MARK, (UNSYNCED, self.period))
+            self.unsynced[i], self.versions[i] = False, NO_VERSION
+            found.append(i)
         return found
 
     def note_view(self, Py_ssize_t i):
         """The view in this slot is another tensor now, which may be sparse."""
         view = self.views[i]
-        self.addresses[i] = 0 if view.is_sparse else view.data_ptr()
+        self.slots[i] = GradientSlot(view) if is_dense(view) else None
 
     cdef object _gradient(self, Py_ssize_t i):
         parameter = self.references[i]()
@@ -214,9 +228,8 @@ cdef class GradientState:
         """Whether it is the view, or another tensor on its memory, which shares its version."""
         if gradient is self.views[i]:
             return True
-        if not (is_dense(gradient) and is_dense(self.views[i])):
-            return False
-        return gradient.data_ptr() == self.views[i].data_ptr()
+        cdef GradientSlot slot = self.slots[i]
+        return slot is not None and slot.holds(gradient)
 
     cdef bint _is_unsynced(self, Py_ssize_t i, gradient):
         if gradient is self.views[i]:
@@ -226,11 +239,7 @@ cdef class GradientState:
     cdef bint _is_accepted(self, Py_ssize_t i, gradient):
         """Whether nobody has written to it since it was stepped or left."""
         if self._is_at_home(i, gradient):
-            # after gradient.data = ... the view lies elsewhere
-            is_there = not is_dense(self.views[i]) or (
-                self.views[i].data_ptr() == self.addresses[i]
-            )
-            return is_there and self.views[i]._version == self.versions[i]
+            return self._is_in_place(i) and self.views[i]._version == self.versions[i]
         return getattr(gradient, MARK, None) == (ACCEPTED, version_of(gradient))
 
     def taking_part(self, list parameters, list ready):

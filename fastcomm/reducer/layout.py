@@ -142,8 +142,9 @@ def view_of(
     view = torch.empty(0, dtype=dtype, device=flat.device).set_(
         flat.untyped_storage(), offset, size, strides
     )
-    # With a storage of its own, so that torch.save(parameter.grad) does not write the whole bucket.
-    return from_dlpack(view) if view.numel() else view
+    # With a storage of its own: torch.save(parameter.grad) is not to write the whole bucket, nor
+    # parameter.share_memory_() to move it.
+    return from_dlpack(view) if view.numel() else torch.empty_like(view)
 
 
 def kind_of(parameter: Tensor, dtype: torch.dtype) -> tuple[int, torch.dtype, int]:

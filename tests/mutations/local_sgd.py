@@ -82,8 +82,8 @@ MUTATIONS = (
         name="local sgd: gradients in the flat buffers are overwritten",
         file=BUCKET,
         within="Bucket.vacate",
-        old="view.clone()",
-        new="view",
+        old="parameter.grad.clone()",
+        new="parameter.grad",
         tests=_BEFORE_AND_AFTER,
     ),
     Mutation(

@@ -236,6 +236,59 @@ def test_parameters_whose_data_was_replaced(comm, buckets):
         pair.sharded.step()
 
 
+def share(model):
+    model.share_memory()
+
+
+def put_elsewhere(model):
+    for p in model.parameters():
+        with torch.no_grad():
+            p.set_(p.clone())
+
+
+def negate_twice(model):
+    for p in model.parameters():
+        p.data = torch._neg_view(p.detach().neg())
+
+
+@pytest.mark.parametrize(
+    "move", [share, put_elsewhere, negate_twice], ids=lambda move: move.__name__
+)
+@pytest.mark.parametrize("whose", ["rank 0", "all"])
+@every_transport
+@on_ranks(2)
+def test_parameters_that_were_moved_go_on_training(comm, move, whose):
+    model = mlp()
+    model.empty = nn.Parameter(torch.zeros(0))
+    pair = Pair(comm, model, torch.optim.AdamW, {"lr": 0.01}, bucket_cap_mb=0.001)
+
+    def run(model, rank, step):
+        if step == 1 and (whose == "all" or rank == 0) and model is pair.models[1]:
+            move(model)
+        backward(model, rank, step)
+
+    pair.train(run)
+    pair.reducers[1].check_in_sync()
+
+
+@pytest.mark.parametrize("sharding", [{}, {"share_parameters": True}], ids=["own", "one copy"])
+@on_ranks(2)
+def test_processes_that_have_a_models_memory_see_its_steps(comm, sharding):
+    """As with a plain optimizer."""
+    if comm.backend == "nccl" and sharding:
+        return  # which is for shared memory
+    pair = Pair(comm, mlp(), torch.optim.AdamW, {"lr": 0.01}, sharding=sharding)
+    model = pair.models[1]
+    if comm.rank == 0:
+        model.share_memory()
+    seen = [p.detach() for p in model.parameters()]  # the memory that another process would have
+    pair.train()
+    pair.reducers[1].refresh()
+    pair.train(first=STEPS)
+    if comm.rank == 0:
+        assert all(torch.equal(p, q) for p, q in zip(model.parameters(), seen, strict=True))
+
+
 @on_ranks(2)
 def test_a_closure(comm):
     pair = Pair(comm, mlp(), torch.optim.AdamW, {"lr": 0.01})
@@ -268,6 +321,9 @@ def test_kept_gradients_are_those_of_the_plain_reducer(comm, buckets):
         if step == 2:
             for p in model.parameters():
                 p.grad = p.grad * 2
+        if step == 0:
+            for p in model.parameters():
+                p.grad.data = p.grad.data * 2
 
     pair.train(run)
     for mine, theirs in zip(*(m.parameters() for m in pair.models), strict=True):

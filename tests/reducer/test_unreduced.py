@@ -417,11 +417,18 @@ def halve(p):
     p.grad = p.grad * 0.5
 
 
+def halve_behind_data(p):
+    p.grad.data = p.grad.data * 0.5
+
+
+HALVES = [halve_in_place, halve, halve_behind_data]
+
+
 def _of_step(step, model, rank):
     backward(model, rank, step)
 
 
-@pytest.mark.parametrize("hook", [halve_in_place, halve], ids=lambda hook: hook.__name__)
+@pytest.mark.parametrize("hook", HALVES, ids=lambda hook: hook.__name__)
 @on_ranks(2)
 def test_what_a_parameters_own_hook_makes_of_its_gradient_is_reduced(comm, buckets, hook):
     """Registered after attach(), so that it runs behind the reducer's."""
@@ -436,7 +443,7 @@ def test_what_a_parameters_own_hook_makes_of_its_gradient_is_reduced(comm, bucke
     reducer.detach()
 
 
-@pytest.mark.parametrize("how", [halve_in_place, halve], ids=lambda how: how.__name__)
+@pytest.mark.parametrize("how", HALVES, ids=lambda how: how.__name__)
 @on_ranks(2)
 def test_a_gradient_that_another_layers_hook_changes_meanwhile_is_an_error(comm, how):
     model, _, _ = attached(comm, bucket_cap_mb=1e-5, first_bucket_cap_mb=1e-5)

@@ -23,6 +23,7 @@ from fastcomm.comm.flat_buffers import FlatBuffer
 from fastcomm.comm.objects import on_host
 from fastcomm.comm.transport import BoundBucket, BucketWork, Transport, copy_gradients
 from fastcomm.errors import FastcommError
+from fastcomm.reducer.layout import view_of
 from fastcomm.transports.cuda.driver import Producers
 
 NEVER = -1
@@ -199,7 +200,8 @@ class HookedBucket(BoundBucket):
         bucket = GradBucket(
             self._hooks.index,
             self._hooks.is_last,
-            buffer,
+            # with a storage of its own: a hook that puts it on a queue to a process moves that
+            view_of(buffer, 0, buffer.shape, (1,)),
             self._offsets,
             self._like,
             self._known_parameters(),

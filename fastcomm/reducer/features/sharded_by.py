@@ -129,7 +129,7 @@ class ShardedBy(RoundExtension):
             if bucket.shard is None:
                 continue
             if round.state is State.SETTLED:
-                bucket.shard.take_round(bucket.parameters, bucket.views)
+                bucket.shard.take_round(bucket)
             else:
                 bucket.shard.drop()
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from fastcomm.comm.communicator import Work
+from fastcomm.comm.gradient_slot import GradientSlot
 from fastcomm.comm.objects import called_by
 from fastcomm.comm.transport import Transport
 from fastcomm.errors import FastcommError
@@ -80,14 +81,27 @@ class BucketShard:
         self._is_shared = sharding.shares_parameters
         empty = comm.empty_for_all if self._is_shared else comm.empty
         self._flat = empty(bounds[-1], dtype=bucket.dtype).zero_()
-        self._views = [view_of(self._flat, *geometry) for geometry in self._geometries]
+        self._views = [self._view(i) for i in range(len(self._geometries))]
+        self._slots = [GradientSlot(view) for view in self._views]
+        self._elsewhere: list[int] = []  # slots of parameters that get a copy of each step
         if self._is_shared:
             comm.barrier()  # the zeros of one rank come before the values of another
         self.pieces: list[Piece | None] = []  # by slot
-        for i, (parameter, view) in enumerate(zip(bucket.parameters, self._views, strict=True)):
-            assert parameter is not None  # for the type checker: attach() holds the model
-            parameter.data = view.copy_(parameter.detach())
+        for i, (_, parameter) in enumerate(bucket.named_parameters()):
+            self._take_in(i, parameter, parameter.detach())
             self.pieces.append(self._piece(i, bucket.flat, parameter.requires_grad))
+
+    def _view(self, i: int) -> Tensor:
+        return view_of(self._flat, *self._geometries[i])
+
+    def _take_in(self, i: int, parameter: Parameter, values: Tensor) -> None:
+        """Copies a parameter's values to its slot, and moves the parameter there, unless other
+        processes read it where it is.
+        """
+        self._views[i].copy_(values)
+        if not _is_shared(parameter):
+            # Not the view itself: share_memory_() moves all tensors of a storage together.
+            parameter.data = self._view(i)
 
     def _piece(self, i: int, gradients: Tensor, requires_grad: bool) -> Piece | None:
         span = self.spans(i).get(self._comm.rank)
@@ -145,14 +159,14 @@ class BucketShard:
                 "optimizer's wait_for_parameters() before such a use, or leave overlap_gather out"
             )
 
-    def take_round(self, parameters: Sequence[Parameter | None], views: Sequence[Tensor]) -> None:
+    def take_round(self, bucket: Bucket) -> None:
         """A round has ended: the shard holds the reduced gradients of the parameters whose .grad is
         one of the views. Takes those, unless every rank keeps its gradients. May be called again
         after a signal handler has raised in it.
         """
         if self.keeps_gradients:
             return
-        slots = list(zip(parameters, views, self.pieces, strict=True))
+        slots = list(zip(bucket.parameters, bucket.views, self.pieces, strict=True))
         if not self.is_pending:
             for parameter, view, piece in slots:
                 is_present = parameter is not None and parameter.grad is view
@@ -163,9 +177,7 @@ class BucketShard:
             if parameter is not None and parameter.grad is view:
                 parameter.grad = None
 
-    def refuse_refresh(
-        self, names: Sequence[str], parameters: Sequence[Parameter | None], has_state: bool
-    ) -> None:
+    def refuse_refresh(self, bucket: Bucket, has_state: bool) -> None:
         """Raises FastcommError for gradients that would be lost, and naming a parameter of another
         shape or dtype than its state.
         """
@@ -174,7 +186,7 @@ class BucketShard:
                 "refresh() would lose the gradients that the ShardedOptimizer holds: call its "
                 "step() or zero_grad() first"
             )
-        for name, parameter, view in zip(names, parameters, self._views, strict=True):
+        for name, parameter, view in zip(bucket.names, bucket.parameters, self._views, strict=True):
             if has_state and parameter is not None and not _are_alike(parameter, view):
                 raise FastcommError(
                     f"parameter {name} is {_shown(parameter)}, and was {_shown(view)} when the "
@@ -182,45 +194,55 @@ class BucketShard:
                     "attach(model), and make the optimizer anew, on every rank"
                 )
 
-    def begin_step(
-        self,
-        names: Sequence[str],
-        parameters: Sequence[Parameter | None],
-        views: Sequence[Tensor],
-    ) -> None:
+    def begin_step(self, bucket: Bucket) -> None:
         """Gives the pieces their gradients, if they do not have them yet. Raises FastcommError
         naming a parameter with a gradient that no round has reduced, or of another shape or dtype
         than the piece's.
         """
         self.arrive()
+        parameters = bucket.parameters
+        self._elsewhere = []
         for i, parameter in enumerate(parameters):
-            if parameter is not None and not _lies_as(parameter, self._views[i]):
-                self._take_back(names[i], parameter, self._views[i])
+            if parameter is not None and not self._slots[i].holds(parameter):
+                self._take_back(i, bucket.names[i], parameter)
+        if self.keeps_gradients:
+            bucket.bring_home()
+        for i, (parameter, piece) in enumerate(zip(parameters, self.pieces, strict=True)):
             gradient = None if parameter is None else parameter.grad
-            piece = self.pieces[i]
             if self.keeps_gradients:
-                if gradient is not None and gradient is not views[i]:
-                    views[i].copy_(gradient)
                 if piece is not None:
                     piece.parameter.grad = None if gradient is None else piece.gradient
             elif gradient is not None:
                 raise FastcommError(
-                    f"the gradient of parameter {names[i]} is this rank's own: a ShardedOptimizer "
-                    "steps reduced ones. Run the last backward before step() outside no_sync(), or "
-                    "call reducer.reduce() on every rank"
+                    f"the gradient of parameter {bucket.names[i]} is this rank's own: a "
+                    "ShardedOptimizer steps reduced ones. Run the last backward before step() "
+                    "outside no_sync(), or call reducer.reduce() on every rank"
                 )
 
-    def _take_back(self, name: str, parameter: Parameter, view: Tensor) -> None:
-        """After parameter.data = ..., as when averaged weights are swapped in, the values lie
-        elsewhere.
+    def _take_back(self, i: int, name: str, parameter: Parameter) -> None:
+        """The values lie elsewhere: after parameter.data = ..., as when averaged weights are
+        swapped in, or after share_memory_(), which a process that is given the model calls.
         """
+        view = self._views[i]
         if not _are_alike(parameter, view):
             raise FastcommError(
                 f"parameter {name} is {_shown(parameter)}, and was {_shown(view)} when its "
                 "ShardedOptimizer was made: call refresh() on every rank after changing it"
             )
         # cloned, since p.data = p.data.t() leaves them on the view's own memory
-        parameter.data = view.copy_(parameter.detach().clone())
+        self._take_in(i, parameter, parameter.detach().clone())
+        if not self._slots[i].holds(parameter):
+            self._elsewhere.append(i)
+
+    def end_step(self, bucket: Bucket) -> None:
+        """Copies the new values to parameters that stay where other processes read them."""
+        if self._elsewhere:
+            self.arrive()
+            parameters = bucket.parameters
+            for i in self._elsewhere:
+                parameter = parameters[i]
+                if parameter is not None:
+                    parameter.detach().copy_(self._views[i])
 
     def drop(self) -> None:
         """Leaves the pieces without gradients."""
@@ -248,11 +270,11 @@ class BucketShard:
         return self._comm.all_gather_v(self._flat, self._bounds, label=self._label)
 
     def release(self, parameters: Sequence[Parameter | None]) -> None:
-        """Gives the parameters memory of their own, so that the flat buffer can go."""
+        """Gives the parameters memory outside the flat buffer, so that it can go."""
         with contextlib.suppress(FastcommError):  # the next call of the communicator raises it, too
             self.arrive()
         for parameter in parameters:
-            if parameter is not None:
+            if parameter is not None and not _is_shared(parameter):
                 parameter.data = parameter.detach().clone(memory_format=torch.preserve_format)
 
 
@@ -270,8 +292,9 @@ class StepBarrier:
             self._comm.all_gather_v(self._token, self._bounds).wait()
 
 
-def _lies_as(parameter: Tensor, view: Tensor) -> bool:
-    return parameter.data_ptr() == view.data_ptr() and parameter.stride() == view.stride()
+def _is_shared(parameter: Tensor) -> bool:
+    """Whether other processes may have the parameter's memory, as torch.multiprocessing does it."""
+    return parameter.is_cpu and parameter.is_shared()
 
 
 def _are_alike(parameter: Tensor, view: Tensor) -> bool:
