@@ -55,8 +55,8 @@ class LocalSGD(LocalSteps):
     exception that leaves the block ends it without a sync: every backward is an error then,
     until reducer.refresh() has made the ranks equal.
 
-    reducer: attached, with op "mean"; without a hook, wire_dtype, skip_nonfinite, sparse gradients
-        or a ShardedOptimizer.
+    reducer: attached, with op "mean"; without wire_dtype, skip_nonfinite, sparse gradients or a
+        ShardedOptimizer.
     every: how many steps there are from one sync to the next: an int, at least 1.
     n_steps: to be read: how many steps of this rank were counted.
 

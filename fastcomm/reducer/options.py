@@ -5,7 +5,7 @@ ranks compare them, and a reducer in words.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,7 +19,6 @@ from fastcomm.comm.collective import (
 )
 from fastcomm.comm.transport import Transport
 from fastcomm.reducer.features.compatibility import Feature, check
-from fastcomm.reducer.features.ddp_hooks import Hook, HookCalls
 
 _MB = 1024 * 1024
 AUTO = "auto"  # a bucket_cap_mb: see features/autotune.py
@@ -34,12 +33,10 @@ class Options:
     op: str
     wire_dtype: torch.dtype | None
     streams: int
-    hooks: tuple[Hook, ...]
     error_feedback: bool = False
     skip_nonfinite: bool = False
     sparse_parameters: tuple[str, ...] = ()
     audit: int | None = None
-    hook_calls: HookCalls = field(default_factory=HookCalls, init=False)
 
     def __post_init__(self) -> None:
         is_auto = self.bucket_cap_mb == AUTO
@@ -73,8 +70,6 @@ class Options:
         present = {
             Feature.OTHER_OP: (self.op != "mean", self.op),
             Feature.NOT_LINEAR: (self.op not in LINEAR_OPS, self.op),
-            Feature.HOOK: (bool(self.hooks), "hook"),
-            Feature.WIRE: (self.wire_dtype is not None, wire),
             Feature.EIGHT_BITS: (self.wire_dtype not in (None, *WIRE_DTYPES), wire),
             Feature.ERROR_FEEDBACK: (self.error_feedback, "error_feedback"),
             Feature.AUTO: (self.bucket_cap_mb == AUTO, AUTO),
@@ -85,8 +80,8 @@ class Options:
 
     def checked(self, comm: object) -> Transport:
         """Return the communicator. Raises TypeError for anything else, such as a model; ValueError
-        for a wire_dtype that the communicator does not reduce, or that hooks would ignore, and for
-        an error_feedback that it does not have.
+        for a wire_dtype that the communicator does not reduce, and for an error_feedback that it
+        does not have.
         """
         if not isinstance(comm, Transport):
             remedy = ": Reducer(comm).attach(model)" if isinstance(comm, nn.Module) else ""
@@ -103,13 +98,11 @@ class Options:
             )
         if self.error_feedback and not comm.feeds_back_errors:
             refuse_error_feedback(comm.backend)
-        if self.wire_dtype is not None:
-            check(Feature.WIRE, self.features())
         return comm
 
     def find_problem(self, named: Sequence[tuple[str, Tensor]]) -> ValueError | None:
         """What is wrong with reducing the gradients of these parameters by this op."""
-        if self.op in LINEAR_OPS or self.hooks:
+        if self.op in LINEAR_OPS:
             return None
         first = next((name for name, p in named if p.requires_grad and p.is_complex()), None)
         what = f"the gradient of parameter {first}"
@@ -137,10 +130,6 @@ class Options:
             "audit": self.audit,
             "streams": self.streams,
             "sparse_parameters": list(self.sparse_parameters),
-            "hook": [
-                function.__qualname__ if hasattr(function, "__qualname__") else repr(function)
-                for _, function in self.hooks
-            ],
         }
 
 

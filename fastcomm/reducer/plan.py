@@ -10,7 +10,6 @@ from torch import Tensor
 from fastcomm.comm.collective import bucket_label
 from fastcomm.comm.transport import BoundBucket, Transport
 from fastcomm.reducer.bucket import Binding, Bucket
-from fastcomm.reducer.features.ddp_hooks import BucketHooks, HookedBucket
 from fastcomm.reducer.features.shards import BucketShard, Sharding
 from fastcomm.reducer.features.sparse_bucket import SparseBucket
 from fastcomm.reducer.layout import kind_of, plan_buckets
@@ -63,7 +62,6 @@ def _dense_buckets(
         first_cap_bytes=options.first_cap_bytes,
         order=order,
     )
-    options.hook_calls.begin(comm)
     all_bounds = None if sharding is None else sharding.bounds(layouts, comm.world_size)
     buckets = []
     for i, layout in enumerate(layouts):
@@ -74,7 +72,7 @@ def _dense_buckets(
             comm,
             layout,
             named,
-            _binding(comm, options, i, len(layouts), label, None if needs_all else bounds),
+            _binding(comm, options, i, label, None if needs_all else bounds),
             numel=layout.numel if bounds is None else bounds[-1],
             is_copied=options.wire_dtype not in (None, layout.dtype),
             n_rounds=n_rounds,
@@ -96,16 +94,12 @@ def _binding(
     comm: Transport,
     options: Options,
     i: int,
-    n: int,
     label: int,
     bounds: tuple[int, ...] | None,
 ) -> Binding:
-    """How the i-th of n flat buffers is reduced: by the communicator, or by hooks."""
+    """How the i-th flat buffer is bound to the communicator."""
 
     def bind(flat: Tensor, views: list[Tensor], offsets: list[int]) -> BoundBucket:
-        if options.hooks:
-            hooks = BucketHooks(options.hooks, options.hook_calls, i, i == n - 1)
-            return HookedBucket(comm, hooks, flat, views, offsets)
         return comm.bind_bucket(
             flat,
             views,

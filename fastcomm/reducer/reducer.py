@@ -50,7 +50,6 @@ from fastcomm.reducer.features.audit import Audit
 from fastcomm.reducer.features.autotune import Tuning
 from fastcomm.reducer.features.compatibility import Feature, check
 from fastcomm.reducer.features.compiled import Compiled
-from fastcomm.reducer.features.ddp_hooks import Hook, hooks_of
 from fastcomm.reducer.features.elastic import Behind, Elastic, compare_ranks, elastic
 from fastcomm.reducer.features.join import Join, T, is_joining
 from fastcomm.reducer.features.local_steps import LocalSteps
@@ -60,7 +59,7 @@ from fastcomm.reducer.features.progress import Stateful
 from fastcomm.reducer.features.replanning import all_or_none
 from fastcomm.reducer.features.sharded_by import ShardedBy, Stepper
 from fastcomm.reducer.features.shards import Sharding
-from fastcomm.reducer.features.skip import Skipping, hears_votes
+from fastcomm.reducer.features.skip import Skipping
 from fastcomm.reducer.features.weights import Weighting
 from fastcomm.reducer.guards import Guards
 from fastcomm.reducer.hooks import EndOfBackward, ReducerFlags
@@ -116,9 +115,6 @@ class Reducer(ReducerFlags):
     error_feedback: between hosts, add to the next round what wire_dtype has dropped in this one.
     streams: over NCCL, how many communicators, each with a stream of its own, take turns at the
         buckets. No effect on the CPU.
-    hook: a communication hook written for DDP, as (state, function), which then reduces every
-        bucket in place of the communicator, with a division of its own if any; a list of them is a
-        chain, in which each gets what the one before has left. `op` has no effect then.
     overlap: launch buckets as they become full. False launches all of them at the end of backward:
         for models whose parameters get several gradients in one backward (reentrant checkpointing
         of shared layers).
@@ -153,7 +149,6 @@ class Reducer(ReducerFlags):
         op: Op = "mean",
         wire_dtype: torch.dtype | None = None,
         streams: int = 1,
-        hook: Hook | Sequence[Hook] | None = None,
         overlap: bool = True,
         error_feedback: bool = False,
         skip_nonfinite: bool = False,
@@ -167,7 +162,6 @@ class Reducer(ReducerFlags):
             self.op,
             wire_dtype,
             streams,
-            hooks_of(hook),
             error_feedback,
             skip_nonfinite,
             tuple(sparse_parameters),
@@ -215,7 +209,6 @@ class Reducer(ReducerFlags):
                 self.remove(self._audit)
             self._audit = self.install(Audit(comm, self.options))
         self._stragglers.use(comm)
-        self._hears_votes = hears_votes(comm, self.options)
 
     def __repr__(self) -> str:
         return describe(self, None if self._model is None else self._model())
@@ -414,9 +407,8 @@ class Reducer(ReducerFlags):
         After comm.rebuild() the reducer goes on with the remaining ranks: it drops gradients, and
         copies the values of one that has made most steps. New processes call attach() instead. If
         ranks have made different numbers of steps, no optimizer steps before catch_up(). Raises
-        ValueError for a reducer with a hook, a ShardedOptimizer, LocalSGD or DiLoCo, and inside
-        join(); on every rank FastcommError where the ranks that had made most steps were lost
-        meanwhile.
+        ValueError for a reducer with a ShardedOptimizer, LocalSGD or DiLoCo, and inside join(); on
+        every rank FastcommError where the ranks that had made most steps were lost meanwhile.
 
         Raises as attach(); then every backward raises FastcommError, until refresh() was called
         again. Raises FastcommError inside a backward.
@@ -587,7 +579,6 @@ class Reducer(ReducerFlags):
                 self.steps.packed(),
                 phases=None if self.comm.has_streams else self.phases,
                 extensions=self.extensions,
-                hears_votes=self._hears_votes,
                 when_over=self._close_round,
                 last_in_words=lambda: self.steps.last_in_words(self.comm.rank, self.buckets),
             )
@@ -831,7 +822,7 @@ class Reducer(ReducerFlags):
         With several weights, or of="sum", the backward raises FastcommError, on every rank.
 
         Raises before any rank is involved: ValueError for a negative or infinite number, NaN, and
-        reducers with a hook, with error_feedback, or with another op than "mean"; TypeError;
+        reducers with error_feedback, or with another op than "mean"; TypeError;
         FastcommError inside a backward, and for gradients accumulated without a weight.
         """
         model = self.attached_model()
@@ -883,7 +874,7 @@ class Reducer(ReducerFlags):
         have ended earlier, gradients are None. An exception that leaves the block aborts the
         communicator.
 
-        Raises ValueError for reducers with a hook, error_feedback, another op than "mean", sparse
+        Raises ValueError for reducers with error_feedback, another op than "mean", sparse
         gradients, sizes still being tuned, a ShardedOptimizer, LocalSGD or DiLoCo; TypeError for a
         state without state_dict() and load_state_dict(). At the end of the block MismatchError if
         ranks give different states, and FastcommError for gradients accumulated under no_sync()
@@ -918,7 +909,7 @@ class Reducer(ReducerFlags):
         lost at once, the others get FastcommError. A new process attaches all its models before it
         makes its optimizers.
 
-        Raises ValueError for reducers with a hook, LocalSGD, DiLoCo or, over NCCL, a
+        Raises ValueError for reducers with LocalSGD, DiLoCo or, over NCCL, a
         ShardedOptimizer with overlap_gather, and inside join(); TypeError for a state without
         state_dict() and load_state_dict(); FastcommError for ranks of a torch.distributed group,
         and inside another such loop. While it runs: FastcommError where an optimizer keeps state

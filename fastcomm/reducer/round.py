@@ -63,7 +63,6 @@ class Round(RoundFlags):
     number: among the settled rounds of the reducer, counted from 1.
     step: of this rank's optimizers; see collective.steps_made.
     phases: of the reducer, where a launch in the backward may wait for other ranks.
-    hears_votes: a vote to skip the round reaches this rank with the buckets.
     when_over: called with the round when it is over, and again if that was interrupted.
     last_in_words: for messages, what this rank's optimizers have stepped last.
     note: added to what a signal handler has raised, when the round has settled all the same.
@@ -80,7 +79,6 @@ class Round(RoundFlags):
         *,
         phases: Phases | None = None,
         extensions: Iterable[RoundExtension] = (),
-        hears_votes: bool = False,
         when_over: Callable[[Round], None] = lambda _: None,
         last_in_words: Callable[[], str] | None = None,
         note: str = _NOTE,
@@ -94,7 +92,7 @@ class Round(RoundFlags):
         self.was_voted_down = False  # some rank votes to skip; known when the buckets are reduced
         self.is_by_hand = False  # it reduces what stands in .grad, without a backward
         self._comm, self._step = comm, step
-        self._phases, self._hears_votes = phases or Phases(), hears_votes
+        self._phases = phases or Phases()
         self._when_over, self._last_in_words, self._note = when_over, last_in_words, note
         self._shared_weight: Any = None  # see Transport.share_weight
         self.outlived: FastcommError | None = None  # an error that an extension outlives
@@ -214,7 +212,7 @@ class Round(RoundFlags):
         self._n_launched += 1
 
     def _launch_vote(self, bucket: Bucket, step: int) -> None:
-        if self._hears_votes:
+        if self._comm.carries_votes:
             bucket.launch_vote(SKIP, step, None, with_nan=False)
         else:
             bucket.launch_vote(self.op, step, self._shared_weight, with_nan=True)
@@ -280,7 +278,7 @@ class Round(RoundFlags):
 
     def _settle_or_drop(self) -> State:
         """Settle or drop the gradients of all buckets."""
-        if self._hears_votes:
+        if self._comm.carries_votes:
             self.was_voted_down = any(bucket.is_skipped() for bucket in self.buckets)
         verdicts = [extension.verdict(self) for extension in self.extensions]
         if self.was_voted_down or any(verdicts):

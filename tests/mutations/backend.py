@@ -40,7 +40,7 @@ MUTATIONS = (
         within="_Reduction.finish",
         old="again(error) if isinstance(error, FastcommError) else error",
         new="error",
-        tests=("tests/reducer/test_lifetimes.py::test_a_reducer_goes_with_its_model",),
+        tests=HOOK_TESTS,
     ),
     Mutation(
         name="backend: DDP's hook divides a sum",

@@ -84,7 +84,7 @@ MUTATIONS = (
         name="complex: a reducer takes the greatest of real and imaginary parts",
         file="fastcomm/reducer/options.py",
         within="Options.find_problem",
-        old="self.op in LINEAR_OPS or self.hooks",
+        old="self.op in LINEAR_OPS",
         new="True",
         tests=_complex("test_what_complex_numbers_do_not_have_is_refused_by_name"),
     ),

@@ -13,7 +13,6 @@ LANE = "fastcomm/transports/nccl/lane.pyx"
 LINK = "fastcomm/transports/nccl/link.pyx"
 MEMORY = "fastcomm/transports/nccl/memory.pyx"
 DRIVER = "fastcomm/transports/cuda/driver.pyx"
-HOOKED_BUCKET = "fastcomm/reducer/features/ddp_hooks.py"
 REDUCER_BUCKET = "fastcomm/reducer/bucket.py"
 HOOK = "fastcomm/reducer/hooks.pyx"
 
@@ -391,46 +390,6 @@ MUTATIONS = (
         old="work.wait()",
         new="pass",
         tests=(TRAINING,),
-    ),
-    Mutation(
-        name="order: a hooked bucket is not ordered after its gradients' streams",
-        file=HOOKED_BUCKET,
-        within="HookedBucket._order_gathering",
-        old="self._producers.order_before_current()",
-        new="",
-        tests=(TWO_STREAMS,),
-    ),
-    Mutation(
-        name="order: a hooked bucket does not note its gradients' streams",
-        file=HOOKED_BUCKET,
-        within="HookedBucket.note_stream",
-        old="self._producers.note()",
-        new="pass",
-        tests=(TWO_STREAMS,),
-    ),
-    Mutation(
-        name="order: a hooked bucket does not keep its gradients",
-        file=HOOKED_BUCKET,
-        within="HookedBucket._release",
-        old="self._producers.keep(gradient)",
-        new="pass",
-        tests=(TWO_STREAMS,),
-    ),
-    Mutation(
-        name="order: a hooked bucket does not wait for its used mask",
-        file=HOOKED_BUCKET,
-        within="_HookedWork.wait",
-        old="self._known.wait()",
-        new="",
-        tests=(TWO_STREAMS,),
-    ),
-    Mutation(
-        name="order: a bucket's hook is not waited for",
-        file=HOOKED_BUCKET,
-        within="_value",
-        old="future.wait()",
-        new="future._tensor",
-        tests=(TWO_STREAMS,),
     ),
     Mutation(
         name="order: a gradient's hook does not note its stream",

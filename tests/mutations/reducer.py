@@ -9,7 +9,6 @@ ROUND = "fastcomm/reducer/round.py"
 ABANDONMENT = "fastcomm/comm/abandonment.py"
 OWNERS = "fastcomm/reducer/owners.py"
 BUCKET = "fastcomm/reducer/bucket.py"
-HOOKED = "fastcomm/reducer/features/ddp_hooks.py"
 GRADIENT_STATE = "fastcomm/reducer/gradient_state.pyx"
 LAYOUT = "fastcomm/reducer/layout.py"
 STEPS = "fastcomm/reducer/optimizer_hooks.py"
@@ -174,14 +173,6 @@ MUTATIONS = (
         old="weakref.ref(parameter)",
         new="lambda parameter=parameter: parameter",
         tests=("tests/reducer/test_buckets.py",),
-    ),
-    Mutation(
-        name="reducer: a hook's buffer begins where its storage does",
-        file=HOOKED,
-        within="GradBucket.set_buffer",
-        old="begin + offset",
-        new="offset",
-        tests=("tests/reducer/test_hooked_bucket.py",),
     ),
     Mutation(
         name="reducer: a step ends rounds in any order",

@@ -84,14 +84,6 @@ MUTATIONS = (
         tests=_VOTE,
     ),
     Mutation(
-        name="skips: a vote does not reach ranks with hooks",
-        file="fastcomm/reducer/features/ddp_hooks.py",
-        within="HookedBucket.launch",
-        old="used_mask[-1] = op == SKIP",
-        new="used_mask[-1] = 0",
-        tests=_test("test_hooks_reduce_what_is_skipped"),
-    ),
-    Mutation(
         name="skips: a vote counts for all rounds to come",
         file="fastcomm/reducer/features/skip.py",
         within="Skipping.after_round",
@@ -268,14 +260,6 @@ MUTATIONS = (
         tests=_test("test_a_vote_inside_a_backward_counts"),
     ),
     Mutation(
-        name="skips: behind hooks a vote is cast though nobody hears it",
-        file=SKIPPING,
-        within="hears_votes",
-        old="bool(options.hooks) and options.skip_nonfinite",
-        new="bool(options.hooks)",
-        tests=_test("test_over_nccl_a_vote_needs_somebody_who_looks"),
-    ),
-    Mutation(
         name="skips: a vote outlives its model",
         file=SKIPPING,
         within="Skipping.dropped",
@@ -306,22 +290,6 @@ MUTATIONS = (
         old="is_pending or self.gradient_state.has_unstepped(counts_unclaimed)",
         new="self.gradient_state.has_unstepped(counts_unclaimed)",
         tests=_of_optimizers("test_a_sharded_optimizer_skips"),
-    ),
-    Mutation(
-        name="skips: hooks reduce what is left of an earlier round",
-        file="fastcomm/reducer/features/ddp_hooks.py",
-        within="HookedBucket.launch",
-        old="buffer.zero_()",
-        new="pass",
-        tests=_test("test_hooks_reduce_what_is_skipped"),
-    ),
-    Mutation(
-        name="skips: a bucket with hooks keeps its model alive",
-        file="fastcomm/reducer/features/ddp_hooks.py",
-        within="HookedBucket.gather",
-        old="weakref.ref(one)",
-        new="lambda one=one: one",
-        tests=("tests/reducer/test_lifetimes.py::test_a_reducer_goes_with_its_model",),
     ),
     Mutation(
         name="skips: gradients under way without this rank's are missed",

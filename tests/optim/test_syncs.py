@@ -10,7 +10,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 import fastcomm
 from fastcomm import AbandonedError, FastcommError, MismatchError
@@ -231,7 +230,6 @@ def test_reducers_and_numbers_that_are_refused(comm):
     refused("delay must be less than every / fragments, .* from 0 to 3; got 4", delay=4)
     refused("delay must be an int", error=TypeError, delay=0.5)
     refused("use op mean; got sum", kind=local, reducer={"op": "sum"})
-    refused("leave the hook out", reducer={"hook": (None, allreduce_hook)})
     refused("skip_nonfinite=True looks at reduced", reducer={"skip_nonfinite": True})
     refused("would round the parameters", kind=local, reducer={"wire_dtype": torch.bfloat16})
     refused("LBFGS asks for losses", outer=torch.optim.LBFGS)

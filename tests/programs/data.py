@@ -51,7 +51,7 @@ class Model(_Compact):
 @dataclass(frozen=True, repr=False)
 class Options(_Compact):
     """Of a Reducer. caps: bucket_cap_mb and first_bucket_cap_mb. is_named: attach() gets named
-    parameters. is_hooked: a communication hook reduces. skips_nonfinite: it looks for infinities
+    parameters. skips_nonfinite: it looks for infinities
     and NaNs, of which there are none."""
 
     caps: tuple[float, float] = (25, 1)
@@ -59,7 +59,6 @@ class Options(_Compact):
     op: str = "mean"
     wire: str = ""
     streams: int = 1
-    is_hooked: bool = False
     is_named: bool = False
     skips_nonfinite: bool = False
 

@@ -34,7 +34,7 @@ class Oracle:
     """replicas: the models as they should be, by rank."""
 
     def __init__(self, program: ReducerProgram, model: Model) -> None:
-        self.op = "mean" if program.options.is_hooked else program.options.op
+        self.op = program.options.op
         self.copies_buffers = not program.options.is_named
         self.replicas = [ProgramModel(model, rank) for rank in range(program.world_size)]
         self.optimizers = [

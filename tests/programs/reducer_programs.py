@@ -146,7 +146,6 @@ class _Run:
             op=options.op,
             wire_dtype=getattr(torch, options.wire) if options.wire else None,
             streams=options.streams,
-            hook=(self.comm, _average) if options.is_hooked else None,
             overlap=options.overlap,
             skip_nonfinite=options.skips_nonfinite,
         )
@@ -521,11 +520,3 @@ def _assert_close(
     assert difference <= epsilon * (largest + 1e-3), (
         f"{what} is off by {difference:.3g}:\n{mine}\nexpected\n{expected}"
     )
-
-
-def _average(comm: Any, bucket: Any) -> torch.futures.Future[Tensor]:
-    """A communication hook."""
-    comm.all_reduce(bucket.buffer(), "mean")
-    future: torch.futures.Future[Tensor] = torch.futures.Future()
-    future.set_result(bucket.buffer())
-    return future

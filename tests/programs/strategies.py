@@ -105,7 +105,6 @@ def options(transport: str) -> st.SearchStrategy[Options]:
         {"op": op},
         {"op": op},
         {"skips_nonfinite": st.just(True)},
-        {"is_hooked": st.just(True)},
         {"is_named": st.just(True)},
     ]
     return st.one_of([st.builds(Options, **plain, **one) for one in special])
@@ -254,7 +253,7 @@ def reducer_programs(draw: Any, n: int, transport: str) -> ReducerProgram:
     chosen = draw(options(transport))
     fitting = _Fitting(transport, chosen)
     sequence = fitting.made_of_all(draw(_sequences_of_two(n, transport, *have_buffers)))
-    leaver = None if chosen.is_hooked else draw(_leavers(n))
+    leaver = draw(_leavers(n))
     if leaver is not None:
         fitting = _Fitting(transport, chosen, is_whole=False)
         rest = fitting.made_of_all(draw(_sequences_of_two(n - 1, transport, *have_buffers)))
@@ -280,11 +279,9 @@ class _Fitting:
             return self.made_of(operation.operation)  # of both
         if isinstance(operation, Other):
             return [*map(Other, self.made_of(operation.operation))]
-        if isinstance(operation, Interrupt | Rebuild) and self.options.is_hooked:
-            return []  # an interruption inside a hook ends the round, on every rank
         if isinstance(operation, Fail) and self.transport == "nccl" and not self.is_whole:
             return []  # ranks cannot finish together first
-        if isinstance(operation, Weigh) and (self.options.is_hooked or self.options.op != "mean"):
+        if isinstance(operation, Weigh) and self.options.op != "mean":
             return []
         if isinstance(operation, Vote) and self.transport == "nccl":
             return [operation] if self.options.skips_nonfinite else []  # else nobody hears of it

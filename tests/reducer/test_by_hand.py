@@ -47,34 +47,6 @@ def test_reduce_passes_through_the_wire_dtype(comm, buckets):
     assert all(torch.equal(p.grad, torch.ones_like(p)) for p in model.parameters())
 
 
-class _Count:
-    """A state for the hook, which counts its calls."""
-
-    def __init__(self, comm):
-        self.comm = comm
-        self.calls = 0
-
-
-def _three_times_the_sum(state: _Count, bucket) -> torch.futures.Future:
-    state.calls += 1
-    flat = bucket.buffer() * 3
-    state.comm.all_reduce(flat, "sum")
-    future = torch.futures.Future()
-    future.set_result(flat)
-    return future
-
-
-@on_ranks(2)
-def test_reduce_goes_through_the_hook(comm, buckets):
-    model, state = mlp(), _Count(comm)
-    means = mean_gradients(model, comm.world_size, _by_hand)
-    reducer = fastcomm.Reducer(comm, hook=(state, _three_times_the_sum), **buckets).attach(model)
-    _by_hand(model, comm.rank)
-    reducer.reduce()
-    assert state.calls >= 1
-    assert_gradients(model, [mean * comm.world_size * 3 for mean in means])
-
-
 @on_ranks(2)
 def test_reduce_after_no_sync_reduces_what_was_accumulated(comm, buckets):
     def run(model, rank):

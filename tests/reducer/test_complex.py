@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 import fastcomm
+from tests.support.bodies import gloo
 from tests.support.models import replica_of, seed
 from tests.support.ranks import on_ranks
 from tests.support.transports import EVERY_TRANSPORT
@@ -34,6 +36,9 @@ class Spectral(nn.Module):
         self.precise = nn.Parameter(torch.randn(3, dtype=torch.complex128))
         self.sometimes = nn.Parameter(torch.randn(3, dtype=torch.complex64))
         self.never = nn.Parameter(torch.ones(3, dtype=torch.complex64))
+
+    def forward(self, rank, step=0):
+        return self.loss(rank, step)
 
     def loss(self, rank, step=0):
         generator = torch.Generator("cpu").manual_seed(10 * step + rank)
@@ -176,12 +181,14 @@ def test_models_are_copied_compared_and_refreshed(comm):
         reducer.check_in_sync()
 
 
+@pytest.mark.transports("shm")
 @on_ranks(2)
-def test_hooks_see_pairs(comm):
+def test_ddps_hook_sees_pairs(comm):
     model = Spectral()
+    ddp = DistributedDataParallel(model, process_group=gloo(), find_unused_parameters=True)
     state = fastcomm.HookState(comm, wire_dtype=torch.bfloat16)
-    fastcomm.Reducer(comm, hook=(state, fastcomm.all_reduce_hook)).attach(model)
-    model.loss(comm.rank).backward()
+    ddp.register_comm_hook(state, fastcomm.all_reduce_hook)
+    ddp(comm.rank).backward()
     wanted = expected(range(2), [0.5, 0.5])
     atol = 2**-7 * max(g.abs().max().item() for g in wanted.values())
     assert_gradients(model, wanted, rtol=2**-7, atol=atol)
@@ -201,10 +208,11 @@ def test_what_complex_numbers_do_not_have_is_refused_by_name(comm):
         fastcomm.Reducer(comm).attach([("tiny", half)])
 
 
+@pytest.mark.transports("shm")
 @on_ranks(2)
 def test_ddps_hook_refuses_the_greatest_of_pairs(comm):
-    model = Spectral()
+    ddp = DistributedDataParallel(Spectral(), process_group=gloo(), find_unused_parameters=True)
     state = fastcomm.HookState(comm, op="max")
-    fastcomm.Reducer(comm, hook=(state, fastcomm.all_reduce_hook)).attach(model)
+    ddp.register_comm_hook(state, fastcomm.all_reduce_hook)
     with pytest.raises(TypeError, match="op max of complex gradients is not possible"):
-        model.loss(0).backward()
+        ddp(0).backward()

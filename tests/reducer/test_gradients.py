@@ -18,20 +18,13 @@ from tests.support.transports import EVERY_TRANSPORT, TRANSPORTS_OVER_TORCH
 pytestmark = [pytest.mark.usefixtures("transport"), pytest.mark.transports(*EVERY_TRANSPORT)]
 
 
-def attached(comm, hooked=False):
+def attached(comm):
     """A model with a bucket for each parameter, after a step, and the gradients of the next one."""
     model = mlp()
-    hook = (None, _allreduce) if hooked else None
-    fastcomm.Reducer(comm, hook=hook, **SMALL_BUCKETS).attach(model)
+    fastcomm.Reducer(comm, **SMALL_BUCKETS).attach(model)
     backward(model, comm.rank)
     model.zero_grad()
     return model, mean_gradients(model, comm.world_size, backward)
-
-
-def _allreduce(comm, bucket):
-    future = torch.futures.Future()
-    future.set_result(bucket.buffer())
-    return future
 
 
 @on_ranks(2)

@@ -8,11 +8,10 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from torch import nn
 
 import fastcomm
-from tests.support.bodies import finish_together, hear_of_it
-from tests.support.models import Fail, backward, batch, loss_of, mlp
+from tests.support.bodies import finish_together
+from tests.support.models import backward, loss_of, mlp
 from tests.support.ranks import on_ranks
 
 pytestmark = pytest.mark.usefixtures("transport")
@@ -28,26 +27,6 @@ def _train(comm, model, block=lambda reducer: nullcontext(), **options):
             optimizer.step()
             model.zero_grad()
     return weakref.ref(reducer), weakref.ref(model[0].weight)
-
-
-def _hook(comm, model):
-    return _train(comm, model, hook=(fastcomm.HookState(comm), fastcomm.all_reduce_hook))
-
-
-def _narrow_hook(comm, model):
-    state = fastcomm.HookState(comm, wire_dtype=torch.bfloat16)
-    return _train(comm, model, hook=(state, fastcomm.all_reduce_hook))
-
-
-def _refusing_hook(comm, model):
-    """Of another model, whose gradients the hook cannot reduce."""
-    state = fastcomm.HookState(comm, op="max")
-    pair = nn.Parameter(torch.ones(2, dtype=torch.complex64))
-    other = fastcomm.Reducer(comm, hook=(state, fastcomm.all_reduce_hook)).attach([("pair", pair)])
-    finish_together(comm)
-    with pytest.raises(TypeError, match="complex"):
-        pair.abs().sum().backward()
-    return weakref.ref(other), weakref.ref(pair)
 
 
 def _narrow_wire(comm, model):
@@ -109,32 +88,16 @@ def _diloco(comm, model):
     )
 
 
-def _failing_hook(comm, model):
-    """Its future fails on rank 0, when rank 1 abandons the step."""
-    reducer = fastcomm.Reducer(comm, hook=(fastcomm.HookState(comm), fastcomm.all_reduce_hook))
-    reducer.attach(model)
-    finish_together(comm)
-    with pytest.raises(RuntimeError, match="out of luck|rank 1 abandoned"):
-        model(Fail.apply(batch(comm.rank)[0].requires_grad_(), comm.rank == 1)).sum().backward()
-        hear_of_it(comm)
-    comm.barrier()  # over NCCL the ranks let go of what was under way here
-    return weakref.ref(reducer), weakref.ref(model[0].weight)
-
-
 @pytest.mark.parametrize(
     "train",
     [
         _train,
-        _hook,
-        _narrow_hook,
-        _refusing_hook,
         _narrow_wire,
         _largest,
         _skip_nonfinite,
         _weights,
         _weight_of_no_backward,
         _clipping,
-        _failing_hook,
         _graphs,
         _no_sync,
         _join,

@@ -32,7 +32,7 @@ def _round(comm, n_steps: int = 0) -> tuple[torch.nn.Module, Round]:
     reducer = fastcomm.Reducer(comm, **SMALL_BUCKETS).attach(model)
     for parameter in model.parameters():
         parameter.grad = torch.full_like(parameter, comm.rank + 1.0)
-    return model, Round(comm, reducer.buckets, "mean", 1, n_steps, hears_votes=comm.carries_votes)
+    return model, Round(comm, reducer.buckets, "mean", 1, n_steps)
 
 
 def _launch_some(opened: Round) -> None:

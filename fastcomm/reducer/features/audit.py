@@ -45,7 +45,7 @@ class Audit(RoundExtension):
     def __init__(self, comm: Transport, options: Options) -> None:
         assert options.audit is not None  # for the type checker
         self._comm, self._every = comm, options.audit
-        is_plain = options.wire_dtype is None and not options.hooks
+        is_plain = options.wire_dtype is None
         self._adds_again = is_plain and comm.adds_in_rank_order
         self._excerpt: Excerpt | None = None  # of the round that is audited
         self._compared = 0  # the round that was compared last

@@ -13,8 +13,6 @@ class Feature(enum.Enum):
 
     OTHER_OP = 'an op other than "mean"'
     NOT_LINEAR = 'an op other than "sum" and "mean"'
-    HOOK = "hook"
-    WIRE = "wire_dtype"
     ROUNDING = "wire_dtype, narrower than the parameters"
     EIGHT_BITS = "wire_dtype of 8 bits"
     ERROR_FEEDBACK = "error_feedback"
@@ -40,17 +38,8 @@ _BY_HAND = "agree on the number of steps, and let a rank without data set_weight
 
 # (what is asked for, what is there): the message. {} is the word of what is there.
 REFUSALS: dict[tuple[Feature, Feature], str] = {
-    (Feature.AUTO, Feature.HOOK): (
-        'bucket_cap_mb="auto" measures the communicator, which a hook need not use: choose a number'
-    ),
-    (Feature.WIRE, Feature.HOOK): (
-        "wire_dtype has no effect on what a hook reduces: use a hook that compresses"
-    ),
     (Feature.ERROR_FEEDBACK, Feature.NOT_LINEAR): (
         "error_feedback=True supports only op sum and mean; got {}"
-    ),
-    (Feature.SPARSE, Feature.HOOK): (
-        "hooks written for DDP get dense ones; use sparse=False, or leave the hook out"
     ),
     (Feature.SPARSE, Feature.NOT_LINEAR): "rows that a rank lacks have no {}; use op mean or sum",
     (Feature.SPARSE, Feature.ERROR_FEEDBACK): (
@@ -66,16 +55,11 @@ REFUSALS: dict[tuple[Feature, Feature], str] = {
     (Feature.WEIGHTS, Feature.OTHER_OP): (
         "set_weight() makes a weighted mean: use op mean; got {}"
     ),
-    (Feature.WEIGHTS, Feature.HOOK): (
-        "set_weight() has no effect on what a hook reduces, which divides by itself: scale the "
-        "loss, or leave the hook out"
-    ),
     (Feature.WEIGHTS, Feature.ERROR_FEEDBACK): (
         "set_weight() cannot be combined with error_feedback=True, which adds what one round has "
         "dropped to the next, of other weights: leave one of them out"
     ),
     (Feature.JOIN, Feature.OTHER_OP): ('op="{}": join() makes means over the ranks with data'),
-    (Feature.JOIN, Feature.HOOK): ("a hook, which reduces, and divides, by itself: leave it out"),
     (Feature.JOIN, Feature.ERROR_FEEDBACK): (
         "error_feedback=True, which counts on the same ranks in every round: leave it out"
     ),
@@ -103,9 +87,6 @@ REFUSALS: dict[tuple[Feature, Feature], str] = {
     (Feature.LOCAL_STEPS, Feature.AUDIT): (
         "audit compares the ranks' parameters, which differ between two syncs: leave it out"
     ),
-    (Feature.LOCAL_STEPS, Feature.HOOK): (
-        "a hook reduces gradients, and ranks sync without: leave the hook out"
-    ),
     (Feature.LOCAL_STEPS, Feature.SHARDED): (
         "a ShardedOptimizer steps this rank's shard of the reduced gradients: with steps of each "
         "rank's own use the plain optimizer"
@@ -123,10 +104,6 @@ REFUSALS: dict[tuple[Feature, Feature], str] = {
     (Feature.LOCAL_SGD, Feature.ROUNDING): (
         "wire_dtype {} would round the parameters that LocalSGD averages: leave it out, or send "
         "differences, by DiLoCo(reducer, torch.optim.SGD, every=..., lr=1.0)"
-    ),
-    (Feature.REBUILD, Feature.HOOK): (
-        "a reducer with a hook cannot go on with the remaining ranks, as the hook may know the old "
-        "ones: leave it out, or make another reducer after a loss"
     ),
     (Feature.REFRESH, Feature.SHARDED): (
         "the shards of a lost rank are gone: a ShardedOptimizer keeps copies only in a loop of "

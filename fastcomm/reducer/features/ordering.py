@@ -28,7 +28,7 @@ _PATIENCE_ROUNDS = 20  # that a decision is put off at most
 # What goes with buckets that are made anew: all else keeps something of each of them.
 _GOES_WITH = {
     *(Feature.OTHER_OP, Feature.NOT_LINEAR, Feature.SKIP_NONFINITE, Feature.AUDIT),
-    *(Feature.WIRE, Feature.EIGHT_BITS, Feature.AUTO, Feature.MEASURING),
+    *(Feature.EIGHT_BITS, Feature.AUTO, Feature.MEASURING),
 }
 
 

@@ -83,7 +83,7 @@ class Skipping(RoundExtension):
 
     def refuse_vote(self) -> None:
         """Raise FastcommError where a vote could not reach the other ranks."""
-        if hears_votes(self._comm, self._options):
+        if self._comm.carries_votes:
             return
         if not self._options.skip_nonfinite:
             raise FastcommError(
@@ -222,13 +222,6 @@ class Skipping(RoundExtension):
         """Abort a round whose backward has failed, unless an outer block decides."""
         if self._failed is not None and not self._n_blocks:
             self._failed.abort(error)
-
-
-def hears_votes(comm: Transport, options: Options) -> bool:
-    """Whether votes travel with the buckets. With hooks they do over NCCL, too, but hearing them
-    waits for the device: that is done only where skip_nonfinite waits anyway.
-    """
-    return comm.carries_votes or (bool(options.hooks) and options.skip_nonfinite)
 
 
 def _counted(name: str, gradient: Tensor) -> dict[str, int]:

@@ -192,18 +192,13 @@ def _with_error_feedback(comm, model):
     return fastcomm.Reducer(comm, **options, **SMALL_BUCKETS).attach(model)
 
 
-def _with_a_hook(comm, model):
-    hook = fastcomm.HookState(comm), fastcomm.all_reduce_hook
-    return fastcomm.Reducer(comm, hook=hook, **SMALL_BUCKETS).attach(model)
-
-
 def _with_sparse_gradients(comm, model):
     model.table = nn.Embedding(5, 8, sparse=True)
     return fastcomm.Reducer(comm, **SMALL_BUCKETS).attach(model)
 
 
 @pytest.mark.parametrize(
-    "attach", [_with_error_feedback, _with_a_hook, _with_sparse_gradients], ids=lambda f: f.__name__
+    "attach", [_with_error_feedback, _with_sparse_gradients], ids=lambda f: f.__name__
 )
 @over_a_network
 @on_ranks(2)

@@ -215,10 +215,8 @@ def test_a_gradient_without_elements_is_finite(comm):
 @pytest.mark.transports("nccl")
 @on_ranks(2)
 def test_over_nccl_a_vote_needs_somebody_who_looks(comm):
-    hook = (fastcomm.HookState(comm), fastcomm.all_reduce_hook)
     for options, why in (
         ({}, "skip_nonfinite=True"),
-        ({"hook": hook}, "skip_nonfinite=True"),
         ({"op": "max", "skip_nonfinite": True}, "op max may lose"),
     ):
         model = mlp()
@@ -260,21 +258,6 @@ def test_a_log_entry_names_few_parameters_and_every_rank(comm):
         assert re.search(
             f"on rank 0: {named} parameters; .* on rank 1: {named} parameters$", *lines
         )
-
-
-@only_shm
-@on_ranks(2)
-def test_hooks_reduce_what_is_skipped(comm):
-    given = []
-
-    def noting(state, bucket):
-        given.append(bucket.buffer().abs().max().item())
-        return fastcomm.all_reduce_hook(state, bucket)
-
-    trainee = Trainee(comm, hook=(fastcomm.HookState(comm), noting))
-    outcomes = [trainee.train(0), trainee.train(1, spoil), trainee.train(2, vote="instead")]
-    assert [*outcomes, trainee.train(3)] == [True, False, False, True]
-    assert [one == 0 for one in given] == [False, False, comm.rank == 1, False]
 
 
 @only_shm

@@ -464,9 +464,7 @@ def test_what_is_sparse_is_agreed_on(comm):
 @on_ranks(2)
 def test_what_does_not_go_with_them_is_refused_by_name(comm):
     model = Words()
-    hook = (fastcomm.HookState(comm), fastcomm.all_reduce_hook)
     for options, words_ in (
-        ({"hook": hook}, "hooks written for DDP get dense ones"),
         ({"op": "max"}, "rows that a rank lacks have no max"),
         ({"bucket_cap_mb": "auto"}, 'bucket_cap_mb="auto" knows dense ones'),
         ({"sparse_parameters": ["missing"]}, "the model has no parameter missing"),

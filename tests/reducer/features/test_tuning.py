@@ -264,8 +264,6 @@ def test_one_rank_has_nothing_to_choose(comm):
 def test_what_cannot_be_chosen_is_refused(comm):
     with pytest.raises(ValueError, match="a number or \"auto\"; got 'automatic'"):
         fastcomm.Reducer(comm, bucket_cap_mb="automatic")
-    with pytest.raises(ValueError, match="which a hook need not use"):
-        fastcomm.Reducer(comm, bucket_cap_mb="auto", hook=(None, lambda *_: None))
 
 
 # What the model makes of it

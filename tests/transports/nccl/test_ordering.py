@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import threading
 import time
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -152,34 +151,10 @@ def test_a_bucket_is_ordered_after_its_last_round_on_whatever_streams(wire_dtype
     stand_in_values(2, _rounds_on_other_streams, wire_dtype)
 
 
-def _sum(state, bucket):
-    """A hook that goes on with the sum on a stream of its own, which is to be waited for."""
-    streams = state.streams
-    work = state.comm.all_reduce(bucket.buffer(), async_op=True)
-    with streams.on(streams.streams[2]):
-        work.wait()
-        bucket.buffer().mul_(1)
-    return _Done(streams, bucket.buffer())
-
-
-class _Done:
-    def __init__(self, streams, tensor):
-        self._streams, self._tensor = streams, tensor
-
-    def done(self):
-        return True
-
-    def wait(self):
-        self._streams.wait_for(self._streams.streams[2])
-        return self._tensor
-
-
-def _train_on_two_streams(place, options, is_hooked):
+def _train_on_two_streams(place, options):
     """The weights' gradients come from another stream, as if the forward had used it for them."""
     comm = communicator(place)
     with TorchStreams(comm, 3) as streams:
-        if is_hooked:
-            options = {**options, "hook": (SimpleNamespace(comm=comm, streams=streams), _sum)}
         model = Heads()  # one is not used, so that ranks have to hear who has its gradient
         one, other, _ = streams.streams
         for parameter in list(model.parameters())[::2]:
@@ -205,10 +180,9 @@ def _produced_on(streams, other, gradient):
     return gradient.clone()
 
 
-@pytest.mark.parametrize("is_hooked", [False, True], ids=["reducer", "hook"])
 @pytest.mark.parametrize("options", [{}, SMALL_BUCKETS], ids=["one bucket", "many buckets"])
-def test_training_on_two_streams_is_ordered(options, is_hooked):
-    stand_in_values(2, _train_on_two_streams, options, is_hooked)
+def test_training_on_two_streams_is_ordered(options):
+    stand_in_values(2, _train_on_two_streams, options)
 
 
 # Collectives of single tensors.
