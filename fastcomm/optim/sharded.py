@@ -18,7 +18,6 @@ from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
 from fastcomm.comm.abandonment import note_abandoned
-from fastcomm.comm.communicator import Work
 from fastcomm.comm.transport import Transport
 from fastcomm.errors import FastcommError, MismatchError
 from fastcomm.insight.phases import OPTIMIZER, OTHER, WAITING
@@ -27,8 +26,7 @@ from fastcomm.optim.checkpoints import Part, options_of, pieces_of
 from fastcomm.optim.shard_copies import Kept, ShardCopies
 from fastcomm.reducer import validation
 from fastcomm.reducer.bucket import Bucket
-from fastcomm.reducer.features import arrivals, shards, torch_helpers
-from fastcomm.reducer.features.arrivals import Arrival, Arrivals
+from fastcomm.reducer.features import shards, torch_helpers
 from fastcomm.reducer.features.sharded_by import ShardedBy
 from fastcomm.reducer.features.shards import BucketShard, Sharding
 from fastcomm.reducer.owners import owner_of
@@ -67,10 +65,6 @@ class ShardedOptimizer(Optimizer):
         element by itself. None: known for the classes of torch.optim, no for others.
     share_parameters: over shared memory all ranks have one copy of the parameters: what one writes
         between two steps, the others see. Saves their memory, and the copying after a step.
-    overlap_gather: over NCCL step() does not wait for the other ranks' parameters: a module does,
-        before its forward, and so does what else uses a parameter through torch. Code in C++ that
-        is handed a parameter outside its module's forward does not: call wait_for_parameters()
-        before it. No effect elsewhere.
     defaults: for optimizer_class.
 
     Raises on every rank: ValueError for parameters that are missing or not the reducer's, and for
@@ -90,7 +84,6 @@ class ShardedOptimizer(Optimizer):
         keep_gradients: bool = False,
         elementwise: bool | None = None,
         share_parameters: bool = False,
-        overlap_gather: bool = False,
         **defaults: Any,
     ) -> None:
         if not isinstance(reducer, Reducer):
@@ -98,15 +91,13 @@ class ShardedOptimizer(Optimizer):
         self.reducer, self._class, self._defaults = reducer, optimizer_class, defaults
         cuts = shardable.is_elementwise(optimizer_class) if elementwise is None else elementwise
         self.sharding = Sharding(keep_gradients, cuts, share_parameters)
-        plain = self._make_plain(params, overlap_gather)
+        plain = self._make_plain(params)
         super().__init__([dict(group) for group in plain.param_groups], plain.defaults)
         self._inner = plain  # of this rank's pieces, once there are some
         # A step that fails on the way sets both. Replacing the state clears the second, and
         # refresh() then the first.
         self.is_torn = False  # the ranks' parameters may differ
         self._is_mixed = False  # the state may be of two steps
-        self.may_be_late = overlap_gather and reducer.comm.has_streams
-        self._arrivals: Arrivals | None = None
         # States that every rank has whole: of frozen parameters, which no bucket has; of all while
         # buckets change. Adagrad makes some before the first step, of frozen ones, too.
         self._whole: dict[Any, checkpoints.State] = dict(plain.state)
@@ -135,7 +126,7 @@ class ShardedOptimizer(Optimizer):
             reducer.remove(sharded_by)  # of what is half made
             raise
 
-    def _make_plain(self, params: Iterable[Any] | None, overlap_gather: bool) -> Optimizer:
+    def _make_plain(self, params: Iterable[Any] | None) -> Optimizer:
         """The plain optimizer, for its parameter groups and defaults. Collective: raises on every
         rank what one of them refuses, and MismatchError where they differ.
         """
@@ -148,11 +139,8 @@ class ShardedOptimizer(Optimizer):
                 "keep_gradients": self.sharding.keeps_gradients,
                 "elementwise": self.sharding.cuts,
                 "share_parameters": self.sharding.shares_parameters,
-                "overlap_gather": overlap_gather,
             }
             shardable.refuse(self._class, self._defaults, reducer, self.sharding)
-            if overlap_gather:
-                arrivals.refuse(model)
             groups = list(named.values()) if params is None else param_groups.listed(params)
             plain = self._class(groups, **self._defaults)
             param_groups.refuse(plain.param_groups, named)
@@ -245,8 +233,6 @@ class ShardedOptimizer(Optimizer):
         if self._buckets:
             parameters, whole = self._parameters(), self._full_state("refresh()")
             self._whole |= {parameters[i]: state for i, state in whole.items()}
-        if self._arrivals is not None:
-            self._arrivals.end()
         self._let_go()
 
     def _let_go(self) -> None:
@@ -268,9 +254,6 @@ class ShardedOptimizer(Optimizer):
         self._buckets, self._parts, self.is_torn = buckets, parts, False
         self._whole = {p: state for p, state in self._whole.items() if p not in self._parts}
         self._use(inner)
-        model = self.reducer.attached_model()
-        if self.may_be_late and isinstance(model, Module):
-            self._arrivals = Arrivals(model, [bucket.parameters for bucket in buckets])
         self._barrier = shards.StepBarrier(self.comm)
         self.comm.barrier()  # as at the end of attach(): the state may be used on any stream
         self._copy()
@@ -326,8 +309,7 @@ class ShardedOptimizer(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Steps this rank's shard, and returns when all ranks' parameters are here, or on their way
-        with overlap_gather=True. Collective.
+        """Steps this rank's shard, and returns when all ranks' parameters are here. Collective.
 
         closure: evaluated once, before the step; its value is returned. Raises FastcommError for
         gradients that no backward has reduced, naming the parameter, and after detach().
@@ -388,36 +370,17 @@ class ShardedOptimizer(Optimizer):
             group.update(options_of(inner))
 
     def _spread(self) -> None:
-        under_way: dict[int, Work] = {}
-        for i, bucket in reversed(list(enumerate(self._buckets))):  # as the next forward uses them
+        under_way = []
+        for bucket in self._buckets:
             _shard_of(bucket).drop()
-            work = _shard_of(bucket).spread()
+            under_way.append(_shard_of(bucket).spread())
+        for work in under_way:
             if work is not None:
-                under_way[i] = work
-        if self._arrivals is not None:
-            self._let_arrive(self._arrivals, under_way)
-        else:
-            for work in under_way.values():
                 work.wait()
         if self.sharding.shares_parameters:
             self._barrier.wait()  # all of them are new
         for bucket in self._buckets:
             _shard_of(bucket).end_step(bucket)
-
-    def _let_arrive(self, arrivals: Arrivals, under_way: dict[int, Work]) -> None:
-        started = {
-            i: Arrival(work, self._buckets[i].parameters, self) for i, work in under_way.items()
-        }
-        for i, arrival in started.items():
-            _shard_of(self._buckets[i]).arrival = arrival
-        arrivals.begin(started)
-
-    def wait_for_parameters(self) -> None:
-        """Orders the current stream after the last step's gathers. There is something to wait for
-        with overlap_gather=True alone. Raises the error that has ended a gather.
-        """
-        for bucket in self._buckets:
-            _shard_of(bucket).arrive()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears gradients, as torch's, and drops the reduced ones that this rank holds."""

@@ -531,8 +531,6 @@ class Reducer(ReducerFlags):
             present[Feature.SPARSE] = sparse[0]
         if sharded_by is not None and not sharded_by.is_gone:
             present[Feature.SHARDED] = "ShardedOptimizer"
-            if sharded_by.stepper().may_be_late:
-                present[Feature.OVERLAP_GATHER] = "overlap_gather"
         if local_steps is not None:
             present[Feature.LOCAL_STEPS] = local_steps.name
         if self.tuning is not None and not self.tuning.is_over:
@@ -909,11 +907,10 @@ class Reducer(ReducerFlags):
         lost at once, the others get FastcommError. A new process attaches all its models before it
         makes its optimizers.
 
-        Raises ValueError for reducers with LocalSGD, DiLoCo or, over NCCL, a
-        ShardedOptimizer with overlap_gather, and inside join(); TypeError for a state without
-        state_dict() and load_state_dict(); FastcommError for ranks of a torch.distributed group,
-        and inside another such loop. While it runs: FastcommError where an optimizer keeps state
-        that was not given; as comm.rebuild() and refresh().
+        Raises ValueError for reducers with LocalSGD or DiLoCo, and inside join(); TypeError for a
+        state without state_dict() and load_state_dict(); FastcommError for ranks of a
+        torch.distributed group, and inside another such loop. While it runs: FastcommError where an
+        optimizer keeps state that was not given; as comm.rebuild() and refresh().
         """
         return elastic(self, iter(batches), list(state))
 

@@ -25,7 +25,6 @@ pytestmark = pytest.mark.skipif(
 )
 
 KINDS = pytest.mark.parametrize("kind", [torch.optim.AdamW, Lion], ids=["equal", "whole"])
-OVERLAPS = pytest.mark.parametrize("overlaps", [False, True], ids=["at once", "overlapped"])
 
 
 def train(model, optimizer, steps):
@@ -36,23 +35,19 @@ def train(model, optimizer, steps):
 
 
 @KINDS
-@OVERLAPS
-def test_shards_of_one_rank_change_nothing(comm, kind, overlaps):
+def test_shards_of_one_rank_change_nothing(comm, kind):
     model, plain = mlp(), mlp()
     reducer = fastcomm.Reducer(comm, **MANY_BUCKETS).attach(model)
-    sharded = fastcomm.ShardedOptimizer(reducer, kind, lr=1e-3, overlap_gather=overlaps)
+    sharded = fastcomm.ShardedOptimizer(reducer, kind, lr=1e-3)
     train(model, sharded, STEPS)
     train(plain, kind(plain.parameters(), lr=1e-3), STEPS)
     assert_same_parameters(model, plain)
 
 
-@OVERLAPS
-def test_a_sharded_step_does_not_synchronise(comm, overlaps):
+def test_a_sharded_step_does_not_synchronise(comm):
     model, x = mlp(), inputs()
     reducer = fastcomm.Reducer(comm, **MANY_BUCKETS, wire_dtype=torch.bfloat16).attach(model)
-    optimizer = fastcomm.ShardedOptimizer(
-        reducer, torch.optim.SGD, lr=0.1, momentum=0.9, overlap_gather=overlaps
-    )
+    optimizer = fastcomm.ShardedOptimizer(reducer, torch.optim.SGD, lr=0.1, momentum=0.9)
     loss_of(model, x).backward()
     optimizer.step()
     torch.cuda.set_sync_debug_mode("error")
@@ -94,9 +89,8 @@ def test_a_captured_sharded_step_gives_the_parameters_of_eager_ones(comm):
 @pytest.mark.usefixtures("transport")
 @pytest.mark.transports("nccl")
 @pytest.mark.parametrize("elementwise", [True, False], ids=["equal", "whole"])
-@OVERLAPS
 @on_ranks(2)
-def test_shards_of_ranks_that_share_a_card_train_as_one_process_does(comm, overlaps, elementwise):
+def test_shards_of_ranks_that_share_a_card_train_as_one_process_does(comm, elementwise):
     model = small().float().to(comm.device)
     reducer = fastcomm.Reducer(comm, bucket_cap_mb=0.0005, first_bucket_cap_mb=0.0001)
     optimizer = fastcomm.ShardedOptimizer(
@@ -104,7 +98,6 @@ def test_shards_of_ranks_that_share_a_card_train_as_one_process_does(comm, overl
         torch.optim.SGD,
         lr=0.1,
         elementwise=elementwise,
-        overlap_gather=overlaps,
     )
     for step in range(STEPS):
         with torch.device("cpu"):

@@ -130,17 +130,6 @@ MUTATIONS = (
         tests=_test("test_a_graph_that_cannot_be_cut_is_warned_of"),
     ),
     Mutation(
-        name="compiled: a forward uses parameters that are still on their way",
-        file=COMPILED,
-        within="Compiled._prepare",
-        old="bucket.shard.arrive()",
-        new="pass",
-        tests=(
-            "tests/transports/nccl/test_shards.py::"
-            "test_a_compiled_forward_waits_for_all_parameters",
-        ),
-    ),
-    Mutation(
         name="compiled: launching is taken for a part of the backward",
         file="fastcomm/insight/steps.py",
         within="share_of_gradients.computing",

@@ -22,7 +22,6 @@ class Feature(enum.Enum):
     AUDIT = "audit"
     SPARSE = "sparse gradients"
     SHARDED = "ShardedOptimizer"
-    OVERLAP_GATHER = "ShardedOptimizer with overlap_gather, over NCCL"
     LOCAL_STEPS = "LocalSGD, DiLoCo"
     LOCAL_SGD = "LocalSGD"
     JOIN = "join()"
@@ -109,10 +108,6 @@ REFUSALS: dict[tuple[Feature, Feature], str] = {
         "the shards of a lost rank are gone: a ShardedOptimizer keeps copies only in a loop of "
         "elastic() that began after the optimizer was made. Use that loop, or load a checkpoint "
         "after a loss"
-    ),
-    (Feature.REBUILD, Feature.OVERLAP_GATHER): (
-        "elastic() copies shards at the end of step(), and overlap_gather=True lets parameters "
-        "arrive later: leave it out"
     ),
     (Feature.REBUILD, Feature.LOCAL_STEPS): (
         "ranks under {} have parameters of their own between two syncs, and none can go on with "

@@ -60,12 +60,7 @@ class Compiled:
         return self._forward_as_planned(*args, **named)
 
     def _prepare(self, buckets: Sequence[Bucket]) -> None:
-        """Compiles graphs anew if parameters lie in other buckets than before, and waits for all
-        parameters: hooks on modules, which wait otherwise, do not run inside a graph.
-        """
-        for bucket in buckets:
-            if bucket.shard is not None:
-                bucket.shard.arrive()
+        """Compiles graphs anew if parameters lie in other buckets than before."""
         if not buckets or self._first() is buckets[0]:
             return
         self._refuse_stranger(buckets)

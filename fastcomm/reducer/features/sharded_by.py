@@ -26,7 +26,6 @@ class Stepper(Protocol):
     reducer: Reducer
     sharding: Sharding
     is_torn: bool  # a step has failed, and the ranks' parameters may differ
-    may_be_late: bool  # step() does not wait for the other ranks' parameters
     n_rounds_counted: int  # in elastic(), of the reducer when the last step counted
 
     @property
@@ -116,12 +115,6 @@ class ShardedBy(RoundExtension):
         for bucket in round.buckets:
             if bucket.shard is not None:
                 bucket.shard.begin_round()
-
-    def before_launch(self, round: Round, number: int) -> None:
-        """Raises FastcommError for gradients that have come without a hook."""
-        bucket = round.buckets[number]
-        if bucket.shard is not None and not round.votes_to_skip:
-            bucket.shard.refuse_unseen(bucket.names, bucket.ready)
 
     def after_round(self, round: Round) -> None:
         """Lets the shards take the reduced gradients, or drop those they hold."""

@@ -6,7 +6,6 @@ r has [bounds[r], bounds[r + 1]). Keeps no parameter alive.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -21,7 +20,6 @@ from fastcomm.comm.objects import called_by
 from fastcomm.comm.transport import Transport
 from fastcomm.errors import FastcommError
 from fastcomm.reducer.bucket import Bucket
-from fastcomm.reducer.features.arrivals import Arrival
 from fastcomm.reducer.layout import BucketLayout, equal_shards, view_of, whole_shards
 
 
@@ -76,8 +74,6 @@ class BucketShard:
         self._bounds, self._geometries = bounds, bucket.geometries
         self.keeps_gradients = sharding.keeps_gradients
         self.is_pending = False  # holds gradients that were neither stepped nor dropped
-        self.arrival: Arrival | None = None  # of the parameters, if step() has not waited for it
-        self._was_unseen = False  # no forward had waited for it when this round began
         self._is_shared = sharding.shares_parameters
         empty = comm.empty_for_all if self._is_shared else comm.empty
         self._flat = empty(bounds[-1], dtype=bucket.dtype).zero_()
@@ -128,35 +124,13 @@ class BucketShard:
         return {rank: span for rank, span in enumerate(spans) if span[0] < span[1]}
 
     def begin_round(self) -> None:
-        """Waits for the parameters' arrival. Raises FastcommError where another round would
-        overwrite gradients.
-        """
+        """Raises FastcommError where another round would overwrite gradients."""
         if self.is_pending:
             raise FastcommError(
                 "the reduced gradients of the last backward were neither stepped nor dropped, and "
                 "a ShardedOptimizer holds one set of them: to accumulate, run the earlier "
                 "backwards in no_sync(), or make it with keep_gradients=True; to drop them, call "
                 "its zero_grad()"
-            )
-        arrival = self.arrival
-        self.arrive()
-        self._was_unseen = arrival is not None and arrival.was_late
-
-    def arrive(self) -> None:
-        """Waits for the parameters' arrival, if nobody has."""
-        if self.arrival is not None:
-            self.arrival.wait()
-            self.arrival = None
-
-    def refuse_unseen(self, names: Sequence[str], ready: Sequence[bool]) -> None:
-        """Raises FastcommError, naming a parameter that has a gradient although nobody had waited
-        for it. ready: by slot, whether this backward has made its gradient.
-        """
-        if self._was_unseen and any(ready):
-            raise FastcommError(
-                f"parameter {names[list(ready).index(True)]} got a gradient, but was not seen in "
-                "use since step(): with overlap_gather=True it may not have been here. Call the "
-                "optimizer's wait_for_parameters() before such a use, or leave overlap_gather out"
             )
 
     def take_round(self, bucket: Bucket) -> None:
@@ -199,7 +173,6 @@ class BucketShard:
         naming a parameter with a gradient that no round has reduced, or of another shape or dtype
         than the piece's.
         """
-        self.arrive()
         parameters = bucket.parameters
         self._elsewhere = []
         for i, parameter in enumerate(parameters):
@@ -271,8 +244,6 @@ class BucketShard:
 
     def release(self, parameters: Sequence[Parameter | None]) -> None:
         """Gives the parameters memory outside the flat buffer, so that it can go."""
-        with contextlib.suppress(FastcommError):  # the next call of the communicator raises it, too
-            self.arrive()
         for parameter in parameters:
             if parameter is not None and not _is_shared(parameter):
                 parameter.data = parameter.detach().clone(memory_format=torch.preserve_format)

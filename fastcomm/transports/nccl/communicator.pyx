@@ -61,7 +61,6 @@ cdef class NcclWork:
     cdef uint64_t number  # among those of the epoch
     cdef CUstream launched_on  # the stream that was current then
     cdef bint is_barrier, has_own_record, is_captured
-    cdef bint orders_launch  # wait() orders the stream of the launch, too
 
     def __dealloc__(self):
         if self.has_own_record:
@@ -81,8 +80,6 @@ cdef class NcclWork:
         cdef CUstream current
         self.link.check_work(self.epoch, self.number)
         current = self.link.cuda.order_current_after(self.in_flight.done)
-        if self.orders_launch and current != self.launched_on:
-            self._order_launch()
         if self.is_barrier:
             self.link.wait_for(self.in_flight)
         if self.sums is not None:
@@ -90,12 +87,6 @@ cdef class NcclWork:
         self.tensors = None
         if current == self.launched_on:  # else that stream could use their memory too early
             self.in_flight.tensors = None
-
-    cdef int _order_launch(self) except -1:
-        """Orders the launch's stream after this work, for streams that waited for it before."""
-        with nogil:  # may wait for room in the device's queue
-            self.link.cuda.order_after(self.launched_on, self.in_flight.done)
-        return 0
 
     cdef _divide(self, CUstream current):
         """Makes means of sums, on the current stream."""
@@ -300,9 +291,7 @@ cdef class NcclCommunicator:
             self.link.register(self.link.lanes[0], flat, label)
 
     def all_gather_v(self, flat, tuple bounds, *, uint32_t label=0):
-        """One launch. A capture waits for it at once. Else wait(), perhaps much later and on
-        another stream, also orders the stream that is current now.
-        """
+        """One launch."""
         self._check(flat)
         cdef NcclWork work = self._new_work(True)
         cdef InFlight in_flight = work.in_flight
@@ -316,12 +305,8 @@ cdef class NcclCommunicator:
             bounds, self.rank,
         )
         self._launch(work, None, calls, n)
-        work.tensors, work.orders_launch = (flat,), True
-        if work.is_captured:
-            work.wait()  # in the capture
-        else:
-            in_flight.tensors = work.tensors  # for as long as it takes
-        return work
+        work.tensors = (flat,)
+        return self._launched(work, True)
 
     def add_up(self, numbers):  # for rounds.py
         self.link.check_usable()

@@ -5,7 +5,6 @@ from them, by the calls that are made for it, and in order.
 from __future__ import annotations
 
 import contextlib
-import copy
 import re
 
 import pytest
@@ -13,7 +12,7 @@ import torch
 from torch import nn
 
 import fastcomm
-from fastcomm import FastcommError, NcclError
+from fastcomm import NcclError
 from tests.fakes.stand_ins import failing, loaded, log_of
 from tests.fakes.torch_streams import TorchStreams
 from tests.support.bodies import raised
@@ -83,14 +82,13 @@ def test_whole_parameters_are_reduced_into_their_owner_and_sent_from_it():
             ("ncclGroupStart",),
             ("ncclGroupEnd",),
         ] * 2
-        # in the order of the next forward
         assert steps == [
-            WINDOW,
-            ("ncclBroadcast", *first[0]),
             WINDOW,
             ("ncclGroupStart",),
             *[("ncclBroadcast", *one) for one in last],
             ("ncclGroupEnd",),
+            WINDOW,
+            ("ncclBroadcast", *first[0]),
         ]
 
 
@@ -212,225 +210,17 @@ def test_shards_are_there_for_every_stream_that_waits():
     stand_in_values(2, _use_on_another_stream)
 
 
-# Gathers beside the next forward.
-
-OVERLAP = {"overlap_gather": True}
 LEGACY_STREAM, BEGIN_CAPTURE, END_CAPTURE = 1, 2, 0  # see test_launches.py
 
 
-class Looking(nn.Module):
-    """Uses a parameter of a module whose forward does not run, and one of its own."""
-
-    def __init__(self):
-        super().__init__()
-        self.inner, self.scale = nn.Linear(8, 4), nn.Parameter(torch.ones(4))
-
-    def forward(self, x):
-        return Times.apply(nn.functional.linear(x, self.inner.weight, self.inner.bias), self.scale)
-
-
-class Times(torch.autograd.Function):
-    """As code in C++ does it: torch's functions in Python do not see the parameter."""
-
-    @staticmethod
-    def forward(ctx, x, scale):
-        ctx.save_for_backward(x, scale)
-        with torch._C.DisableTorchFunctionSubclass():
-            return x * scale
-
-    @staticmethod
-    def backward(ctx, gradient):
-        x, scale = ctx.saved_tensors
-        return gradient * scale, (gradient * x).sum(0)  # which is seen, and too late
-
-
-def _overlapped(place, kind, model):
-    """A pair of which the sharded gathers overlap, each parameter in a bucket of its own."""
-    options = {"bucket_cap_mb": 0.00005, "first_bucket_cap_mb": 0.00005}
-    return Pair(communicator(place), model, kind, {"lr": 0.01}, sharding=OVERLAP, **options)
-
-
-def _train_overlapped(place, kind, model):
-    pair = _overlapped(place, kind, model)
-    with TorchStreams(pair.comm):
-        for step in range(3):
-            for one, optimizer in zip(pair.models, pair.optimizers, strict=True):
-                optimizer.zero_grad()
-                backward(one, place.rank, step)
-                optimizer.step()
-        pair.check()  # not before: it waits for all parameters
-
-
-@pytest.mark.parametrize("model", [mlp, lambda: nn.Sequential(nn.Linear(8, 8), Looking())])
-@pytest.mark.parametrize("kind", [torch.optim.AdamW, Lion], ids=["equal", "whole"])
-def test_overlapped_gathers_give_the_parameters_of_the_plain_optimizer(kind, model):
-    stand_in_values(2, _train_overlapped, kind, model())
-
-
-def _train_compiled(place):
-    pair = _overlapped(place, torch.optim.SGD, mlp())
-    n_runs = 0
-
-    def backend(graph, inputs):
-        def run(*args):
-            nonlocal n_runs
-            n_runs += 1
-            return graph.forward(*args)
-
-        return run
-
-    forward = pair.reducers[1].compile(pair.models[1], backend=backend)
-    for step in range(3):
-        for model, optimizer in zip((pair.models[0], forward), pair.optimizers, strict=True):
-            optimizer.zero_grad()
-            backward(model, place.rank, step)
-            optimizer.step()
-    pair.check()
-    return n_runs
-
-
-def test_a_compiled_forward_waits_for_all_parameters():
-    # else torch would run it uncompiled, as it uses parameters of another class
-    assert stand_in_values(2, _train_compiled) == [3 * 3] * 2
-
-
-def _n_waits():
-    return sum("cuStreamWaitEvent" in line for line in log_of(loaded("cuda")))
-
-
-def _waits_in_forward(place):
-    """How many buckets each layer has waited for, and one without gradients."""
-    comm = communicator(place)
-    model = nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 8)), nn.Linear(8, 4))
-    reducer = fastcomm.Reducer(comm, bucket_cap_mb=0.0002, first_bucket_cap_mb=0.0001)
-    reducer.attach(model)
-    optimizer = fastcomm.ShardedOptimizer(reducer, torch.optim.SGD, lr=0.1, **OVERLAP)
-    backward(model, place.rank)
-    optimizer.step()
-    waits = []
-    x = torch.ones(2, 8)
-    optimizer.zero_grad()
-    for layer in model:
-        loaded("cuda").stand_in_clear_log()
-        x = layer(x)
-        waits.append(_n_waits())
-    x.sum().backward()
-    optimizer.step()
-    with torch.no_grad():
-        loaded("cuda").stand_in_clear_log()
-        model[0](torch.ones(2, 8))
-        waits.append(_n_waits())
-    return waits, len(torch.nn.modules.module._global_forward_pre_hooks)
-
-
-def test_each_module_waits_for_its_own_parameters_alone():
-    for waits, hooks in stand_in_values(2, _waits_in_forward):
-        assert waits == [1, 1, 1, 3]
-        assert hooks == 0
-
-
-def _use(place, name):
-    """Right after step(), in a way that runs no module."""
-    pair = _overlapped(place, torch.optim.SGD, mlp())
-    with TorchStreams(pair.comm):
-        for model, optimizer in zip(pair.models, pair.optimizers, strict=True):
-            backward(model, place.rank)
-            optimizer.step()
-        expected, found = [USES[name](model) for model in pair.models]
-        torch.testing.assert_close(found, expected, rtol=0, atol=0)
-        assert [type(p) for p in pair.models[1].parameters()] == [nn.Parameter] * 6
-        pair.check()
-
-
-def _copied(model):
-    return [p.data for p in copy.deepcopy(model).parameters()]
-
-
-def _written(model):
-    with torch.no_grad():
-        for p in model.parameters():
-            p.fill_(2.0)
-    return [p.data for p in model.parameters()]
-
-
-USES = {
-    "data": lambda model: [p.data for p in model.parameters()],
-    "an operation": lambda model: [(p * 2).detach() for p in model.parameters()],
-    "many at once": lambda model: torch._foreach_mul(list(model.parameters()), 2),
-    "in a container": lambda model: [
-        torch.nn.utils.parameters_to_vector(model.parameters()).detach()
-    ],
-    "state_dict": lambda model: dict(model.state_dict()),
-    "kept in a state_dict": lambda model: [
-        p.detach() for p in model.state_dict(keep_vars=True).values()
-    ],
-    "a copy": _copied,
-    "written": _written,
-    "without grad": lambda model: loss_without_grad(model),
-}
-
-
-def loss_without_grad(model):
-    with torch.no_grad():
-        return [loss_of(model, 0), *(p.detach() for p in model.parameters())]
-
-
-@pytest.mark.parametrize("name", USES)
-def test_whatever_uses_a_parameter_waits_for_it(name):
-    stand_in_values(2, _use, name)
-
-
-def _use_on_two_streams(place):
-    """First on a stream that has waited for the step's, then on the step's own."""
-    pair = _overlapped(place, torch.optim.SGD, mlp())
-    with TorchStreams(pair.comm, 2) as streams:
-        model, optimizer = pair.models[1], pair.sharded
-        one, other = streams.streams
-        with streams.on(other):
-            streams.wait_for(one)
-        backward(model, place.rank)
-        optimizer.step()
-        with streams.on(other):
-            streams.wait_for(one)
-            loss_of(model, 0)
-        loss_of(model, 0)
-
-
-def test_a_first_use_on_another_stream_orders_that_of_the_step():
-    stand_in_values(2, _use_on_two_streams)
-
-
-def _use_unseen(place, is_announced):
-    comm = communicator(place)
-    model = nn.Sequential(nn.Linear(8, 4), nn.Linear(8, 4))
-    model.register_parameter("scale", nn.Parameter(torch.ones(4)))
-    buckets = {"bucket_cap_mb": 0.0001, "first_bucket_cap_mb": 0.0001}
-    reducer = fastcomm.Reducer(comm, **buckets).attach(model)
-    optimizer = fastcomm.ShardedOptimizer(reducer, torch.optim.SGD, lr=0.1, **OVERLAP)
-    for _ in range(3):
-        if is_announced:
-            optimizer.wait_for_parameters()
-        x = model[0](torch.ones(4, 8)) + model[1](torch.ones(4, 8))
-        Times.apply(x, model.scale).sum().backward()
-        optimizer.step()
-
-
-def test_a_gradient_of_a_parameter_that_was_not_seen_in_use_is_refused():
-    stand_in_values(2, _use_unseen, True)
-    for outcome in outcomes_of(2, _use_unseen, False):
-        assert outcome.failure is not None
-        assert "scale got a gradient" in str(outcome) or "abandoned" in str(outcome)
-
-
 def _capture(place):
-    pair = _overlapped(place, torch.optim.SGD, mlp())
+    pair = Pair(communicator(place), mlp(), torch.optim.SGD, {"lr": 0.01}, **TWO_LAYERS)
     pair.comm.cuda.raw_stream = lambda index: LEGACY_STREAM
     for step in range(4):
         for model, optimizer in zip(pair.models, pair.optimizers, strict=True):
             is_captured = step == 2 and optimizer is pair.sharded
             optimizer.zero_grad()
             if is_captured:
-                pair.sharded.wait_for_parameters()
                 loaded("cuda").stand_in_capture(BEGIN_CAPTURE)
             backward(model, place.rank, step)
             optimizer.step()
@@ -443,51 +233,6 @@ def _capture(place):
 
 def test_a_step_can_be_captured():
     stand_in_values(2, _capture)
-
-
-def _fail_on_the_way(place):
-    """Rank 1 has abandoned what was under way when rank 0 looks for its parameters."""
-    pair = _overlapped(place, torch.optim.SGD, mlp())
-    model, optimizer = pair.models[1], pair.sharded
-    backward(model, place.rank)
-    optimizer.step()
-    pair.comm.abandon()
-    messages = [raised(FastcommError, lambda: model(torch.ones(1, 8)))[0]]
-    messages.append(raised(FastcommError, lambda: backward(model, place.rank))[0])
-    optimizer.reducer.refresh()
-    pair.reducers[0].refresh()
-    backward(model, place.rank)
-    optimizer.step()
-    pair.reducers[1].check_in_sync(optimizer)
-    return messages
-
-
-def test_parameters_that_did_not_arrive_are_refused_until_refresh():
-    for first, second in stand_in_values(2, _fail_on_the_way):
-        assert "abandoned" in first
-        assert "call refresh() on every rank" in second
-
-
-def _refuse(place):
-    comm = communicator(place)
-    messages = []
-    for model in (list(mlp().named_parameters()), torch.jit.script(mlp())):
-        reducer = fastcomm.Reducer(comm).attach(model)
-        messages.append(
-            raised(
-                ValueError,
-                lambda reducer=reducer: fastcomm.ShardedOptimizer(
-                    reducer, torch.optim.SGD, lr=0.1, **OVERLAP
-                ),
-            )[0]
-        )
-    return messages
-
-
-def test_models_whose_uses_are_not_seen_are_refused():
-    for parameters, script in stand_in_values(2, _refuse):
-        assert "attach() the module, not its parameters" in parameters
-        assert "is compiled, and uses parameters unseen" in script
 
 
 # Errors.
