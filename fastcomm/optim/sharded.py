@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -102,11 +102,10 @@ class ShardedOptimizer(Optimizer):
         # buckets change. Adagrad makes some before the first step, of frozen ones, too.
         self._whole: dict[Any, checkpoints.State] = dict(plain.state)
         self._parts: dict[Parameter, Part] = {}
-        self._names: dict[Parameter, dict[str, None]] = {}  # of what is in a state, for recipes
         self._buckets: Sequence[Bucket] = []
         self._copies: ShardCopies | None = None  # in elastic()
         self.n_rounds_counted = 0  # of the reducer, when the last step counted
-        torch_helpers.watch(ShardedOptimizer, _is_held)
+        torch_helpers.refuse_clipping(_is_held)
         self._take_over(ShardCopies())
 
     def _take_over(self, copies: ShardCopies) -> None:
@@ -185,14 +184,7 @@ class ShardedOptimizer(Optimizer):
         """This rank's pieces of it: see state_dict() and full_state_dict(). An empty one may be
         assigned: the optimizer begins anew. Raises FastcommError for another.
         """
-        recipe = torch_helpers.asking_recipe()
-        if recipe is None:
-            return self._inner.state
-        if recipe == "_init_optim_state":  # the first to ask in each recipe, on every rank
-            shown = self._sharded_state("get_state_dict() or set_state_dict()")
-            names = {i: dict.fromkeys(state) for i, state in shown.items()}
-            self._names = {p: names.get(i, {}) for i, p in enumerate(self._parameters())}
-        return self._names
+        return _Pieces(self._inner.state)
 
     @state.setter
     def state(self, state: Any) -> None:
@@ -391,11 +383,18 @@ class ShardedOptimizer(Optimizer):
         for bucket in self._buckets:
             _shard_of(bucket).drop()
 
-    def held(self) -> list[Tensor] | None:
-        """For the reducer: the parameters whose .grad this rank has; None if all ranks have all."""
-        if self.sharding.keeps_gradients:
-            return None
-        return [piece.parameter for piece in pieces_of(self._parts, self._parameters()).values()]
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """GradScaler.step() asks for it. Raises FastcommError where the scaler would find no
+        gradients.
+        """
+        if not self.sharding.keeps_gradients:
+            raise FastcommError(
+                "GradScaler finds no gradients: a ShardedOptimizer holds them, each rank its "
+                "shard. Make the optimizer with keep_gradients=True, or train in bfloat16, without "
+                "a scaler"
+            )
+        return False
 
     @property
     def comm(self) -> Transport:
@@ -510,8 +509,6 @@ class ShardedOptimizer(Optimizer):
         writes and reads them for any number of ranks; torch.save, for this rank of as many. Before
         the first step it is one of no step, which may be loaded into. Collective.
         """
-        if torch_helpers.is_whole_wanted():
-            return self.full_state_dict()
         return {
             "state": self._sharded_state(_SAVING.name),
             "param_groups": checkpoints.numbered(self.param_groups),
@@ -597,6 +594,32 @@ class GroupOptions:
 def _shard_of(bucket: Bucket) -> BucketShard:
     assert bucket.shard is not None  # for the type checker: its reducer has this optimizer
     return bucket.shard
+
+
+class _Pieces(Mapping[Tensor, checkpoints.State]):
+    """A state by pieces, to be read. The functions of torch.distributed.checkpoint.state_dict ask
+    first whether there is one. They would look for the model's parameters in it, take shards for
+    whole tensors, and step an optimizer that has none.
+    """
+
+    def __init__(self, state: Mapping[Tensor, checkpoints.State]) -> None:
+        self._state = dict(state)
+
+    def __getitem__(self, piece: Tensor) -> checkpoints.State:
+        return self._state[piece]
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(self._state)
+
+    def __len__(self) -> int:
+        return len(self._state)
+
+    def __bool__(self) -> bool:
+        raise FastcommError(
+            "get_state_dict() and set_state_dict() of torch.distributed.checkpoint do not know a "
+            "ShardedOptimizer: save and load its state_dict(), or its full_state_dict(). To ask "
+            "whether it has a state, use len(optimizer.state)"
+        )
 
 
 def _is_held(parameter: Tensor) -> bool:

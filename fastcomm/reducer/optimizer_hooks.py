@@ -291,19 +291,6 @@ def _idle(optimizer: Optimizer) -> Optimizer:
     return copy
 
 
-def skipped_nonfinite(optimizer: Optimizer) -> bool | None:
-    """Whether the ranks drop the optimizer's next step because gradients are not finite; None: they
-    do not drop it. Takes this rank's part in a round that it votes to drop.
-    """
-    known = _known_of(optimizer)
-    for reference, _ in known.by_reducer:
-        reducer = reference()
-        if reducer is not None and reducer.skipped:
-            reducer.synchronize()
-    found = _skipping(known)
-    return any(reducer.skipped_nonfinite for reducer in found) if found else None
-
-
 def _after_step(optimizer: Optimizer, args: tuple[Any, ...], _: object) -> None:
     known = _known.get(optimizer)
     if known is None or known.epoch != _epoch:

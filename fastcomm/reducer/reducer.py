@@ -981,12 +981,6 @@ class Reducer(ReducerFlags):
         skipping = self.find(Skipping)
         return 0 if skipping is None else skipping.n_skipped
 
-    @property
-    def skipped_nonfinite(self) -> bool:
-        """For optimizers' hooks: whether the ranks drop the step as gradients are not finite."""
-        skipping = self.find(Skipping)
-        return skipping is not None and skipping.found_nonfinite
-
     def _refuse_late_vote(self) -> None:
         """Raises FastcommError if other ranks may step already."""
         if self.round is None:

@@ -230,14 +230,6 @@ MUTATIONS = (
         tests=_BEHIND,
     ),
     Mutation(
-        name="join: a scaler that fell behind scales on",
-        file=PROGRESS,
-        within="Progress.left_behind",
-        old="optimizers + self.scalers",
-        new="optimizers",
-        tests=_test("test_a_grad_scaler_that_has_fallen_behind_does_not_step"),
-    ),
-    Mutation(
         name="join: only an outer block's state is made equal",
         file=JOIN,
         within="Join._begin",

@@ -11,7 +11,6 @@ CHECKPOINTS = "fastcomm/optim/checkpoints.py"
 NORMS = "fastcomm/reducer/statistics.py"
 LAYOUT = "fastcomm/reducer/layout.py"
 SHARD = "fastcomm/optim/tensor_shard.py"
-HELPERS = "fastcomm/reducer/features/torch_helpers.py"
 
 
 def _training(test: str) -> tuple[str]:
@@ -315,14 +314,6 @@ MUTATIONS = (
         tests=_training("norm_clipping_and_counts_over_shards"),
     ),
     Mutation(
-        name="sharded: each rank has its own verdict on infinities",
-        file=HELPERS,
-        within="_agreeing.agreed",
-        old='optimizer.comm.all_reduce(number, "max")',
-        new="pass",
-        tests=_training("grad_scaler"),
-    ),
-    Mutation(
         name="sharded: the state is cut in the order of indices, not of memory",
         file=CHECKPOINTS,
         within="_flat",
@@ -353,22 +344,6 @@ MUTATIONS = (
         old='self._compare_places("check_in_sync()")',
         new="",
         tests=_failures("groups_that_one_rank_has_reordered_are_an_error_on_all_ranks"),
-    ),
-    Mutation(
-        name="sharded: a recipe that wants the whole state gets a rank's shards",
-        file=HELPERS,
-        within="is_whole_wanted",
-        old='bool(frame.f_locals["info"].full_state_dict)',
-        new="False",
-        tests=_distributed("a_recipe_that_wants_it_whole_gets_it_whole"),
-    ),
-    Mutation(
-        name="sharded: a recipe takes a state that is there for none",
-        file=HELPERS,
-        within="_is_of_recipes",
-        old="bool(name ==",
-        new="bool(name !=",
-        tests=_distributed("a_recipe_that_wants_it_whole_gets_it_whole"),
     ),
     Mutation(
         name="sharded: a box in a row begins where the row does",

@@ -6,7 +6,6 @@ from tests.mutations.mutation import Mutation
 
 SKIPPING = "fastcomm/reducer/features/skip.py"
 STEPS = "fastcomm/reducer/optimizer_hooks.py"
-HELPERS = "fastcomm/reducer/features/torch_helpers.py"
 TESTS = "tests/reducer/features/test_skips.py"
 OPTIMIZER_TESTS = "tests/reducer/features/test_skipped_optimizers.py"
 
@@ -22,7 +21,6 @@ def _of_optimizers(name: str) -> tuple[str, ...]:
 _VOTE = _test("test_a_vote_of_one_rank_makes_all_ranks_skip")
 _EXCEPTION = _test("test_an_exception_of_one_rank_makes_all_ranks_skip")
 _NONFINITE = _test("test_a_nonfinite_gradient_of_one_rank_makes_all_ranks_skip")
-_SCALER = _of_optimizers("test_a_grad_scaler_goes_on_working")
 
 MUTATIONS = (
     Mutation(
@@ -180,30 +178,6 @@ MUTATIONS = (
         tests=_of_optimizers("test_an_optimizer_of_two_models_skips_for_either"),
     ),
     Mutation(
-        name="skips: GradScaler keeps its scale",
-        file=HELPERS,
-        within="_noticing.noticing",
-        old="float(is_nonfinite)",
-        new="0.0",
-        tests=_SCALER,
-    ),
-    Mutation(
-        name="skips: GradScaler looks at shards that are dropped",
-        file=HELPERS,
-        within="_agreeing.agreed",
-        old="held is None or skipped_nonfinite(optimizer) is not None",
-        new="held is None",
-        tests=_SCALER,
-    ),
-    Mutation(
-        name="skips: GradScaler lowers its scale for a vote",
-        file=SKIPPING,
-        within="Skipping._conclude",
-        old="all(cause.vote is None for cause in causes.values())",
-        new="True",
-        tests=_SCALER,
-    ),
-    Mutation(
         name="skips: a ShardedOptimizer steps what is dropped",
         file="fastcomm/optim/sharded.py",
         within="ShardedOptimizer.step",
@@ -266,14 +240,6 @@ MUTATIONS = (
         old="self.vote: str | None = None",
         new='self.vote: str | None = getattr(self, "vote", None)',
         tests=_test("test_all_ranks_may_vote_and_a_second_call_is_harmless"),
-    ),
-    Mutation(
-        name="skips: GradScaler is not told on a rank that has not voted",
-        file=SKIPPING,
-        within="Skipping._conclude",
-        old="watch_scalers()",
-        new="",
-        tests=_SCALER,
     ),
     Mutation(
         name="skips: ranks that step alone skip what all had dropped before",

@@ -26,7 +26,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fastcomm
 from fastcomm import FastcommError
-from fastcomm.optim.tensor_shard import TensorShard
 from tests.support.bodies import gloo
 from tests.support.models import assert_same_parameters, convnet, image_backward
 from tests.support.ranks import fresh_ranks, on_ranks
@@ -51,7 +50,6 @@ KINDS: dict[str, Kind] = {
     "Adagrad": (torch.optim.Adagrad, {"lr": 0.01, "initial_accumulator_value": 0.1}),
     "Counting": (Counting, {}),
 }
-FLAT = recipes.StateDictOptions(flatten_optimizer_state_dict=True)
 WHOLE = recipes.StateDictOptions(full_state_dict=True)
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -123,6 +121,12 @@ class Sharded(Plain):
     def state(self) -> dict[str, Any]:
         return self.optimizer.full_state_dict()
 
+    def as_plain(self, kind: Kind) -> Plain:
+        plain = Plain(kind)
+        plain.model.load_state_dict(self.model.state_dict())
+        plain.optimizer.load_state_dict(self.state())
+        return plain
+
 
 def assert_same(mine: Plain, theirs: Plain) -> None:
     """The parameters, and the states of those that are not frozen, have the same bits."""
@@ -148,13 +152,12 @@ def load(one: Plain, folder: Path, way: str, *, is_partial: bool = False) -> Non
     state = asked(one, way)
     planner = dcp.DefaultLoadPlanner(allow_partial_load=is_partial)
     dcp.load(state, checkpoint_id=folder, planner=planner)
-    if way in ("by name", "by name, flat"):
+    if way == "by name":
         recipes.set_state_dict(
             one.model,
             one.optimizer,
             model_state_dict=state["model"],
             optim_state_dict=state["optim"],
-            options=FLAT if way == "by name, flat" else None,
         )
     elif way == "by number":
         one.model.load_state_dict(state["model"])
@@ -166,15 +169,14 @@ def asked(one: Plain, way: str) -> dict[str, Any]:
         return {"model": one.model, "optim": one.optimizer}
     if way == "by number":
         return {"model": one.model.state_dict(), "optim": one.optimizer.state_dict()}
-    options = FLAT if way == "by name, flat" else None
-    model, optimizer = recipes.get_state_dict(one.model, one.optimizer, options=options)
+    model, optimizer = recipes.get_state_dict(one.model, one.optimizer)
     return {"model": model, "optim": optimizer}
 
 
 # -- other numbers of ranks ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("way", ["by number", "by name", "by name, flat", "as objects"])
+@pytest.mark.parametrize("way", ["by number", "as objects"])
 def test_any_number_of_ranks_reads_what_another_has_written(ranks, tmp_path, way):
     for n_writers, n_readers in ((4, 2), (4, 1), (1, 4)):
         folder = tmp_path / f"{n_writers}"
@@ -185,11 +187,8 @@ def test_any_number_of_ranks_reads_what_another_has_written(ranks, tmp_path, way
 
 @pytest.mark.parametrize("name", KINDS)
 def test_of_every_class(ranks, tmp_path, name):
-    # By name torch leaves out the states of frozen parameters, and Adagrad has some. By number it
-    # loads what is no tensor under a string.
-    way = "by number" if name in ("Adagrad", "Counting") else "by name"
-    ranks(4, _writes, KINDS[name], tmp_path, way)
-    ranks(2, _reads, KINDS[name], tmp_path, way)
+    ranks(4, _writes, KINDS[name], tmp_path, "by number")
+    ranks(2, _reads, KINDS[name], tmp_path, "by number")
 
 
 @pytest.mark.parametrize("make", [net_of_16_bits, odd_net])
@@ -222,8 +221,8 @@ def _reads(comm: Any, kind: Kind, folder: Path, way: str, make: Make = net) -> N
 @pytest.mark.transports(*EVERY_TRANSPORT)
 @on_ranks(2)
 def test_over_every_transport(comm, tmp_path):
-    _writes(comm, KINDS["AdamW"], tmp_path, "by name")
-    _reads(comm, KINDS["AdamW"], tmp_path, "by name")
+    _writes(comm, KINDS["AdamW"], tmp_path, "by number")
+    _reads(comm, KINDS["AdamW"], tmp_path, "by number")
 
 
 @on_ranks(2)
@@ -291,10 +290,12 @@ def test_what_is_saved_beside_training_is_of_one_step(comm, tmp_path):
         Plain(KINDS["AdamW"]),
     )
     sharded.train()
-    saving = dcp.async_save(asked(sharded, "by name"), checkpoint_id=tmp_path, process_group=group)
+    saving = dcp.async_save(
+        asked(sharded, "by number"), checkpoint_id=tmp_path, process_group=group
+    )
     sharded.train(first=STEPS)
     saving.result()
-    load(reader, tmp_path, "by name")
+    load(reader, tmp_path, "by number")
     plain.train()
     assert_same(reader, plain)
     dist.destroy_process_group(group)
@@ -328,15 +329,18 @@ class OfFsdp(Plain):
 def test_others_read_its_checkpoints_and_it_reads_theirs(comm, make, tmp_path):
     gloo()
     kind = KINDS["AdamW"]
-    theirs, mine, other = make(kind), Sharded(comm, kind), make(kind)
+    theirs, plain, mine, other = make(kind), Plain(kind), Sharded(comm, kind), make(kind)
     theirs.train()
     save(theirs, tmp_path / "theirs", "by name")
-    load(mine, tmp_path / "theirs", "by name")
-    assert _whole(mine) == _whole(theirs)
+    load(plain, tmp_path / "theirs", "by name")
+    assert _whole(plain) == _whole(theirs)
+    mine.model.load_state_dict(plain.model.state_dict())
+    mine.optimizer.load_full_state_dict(plain.state())
     mine.train(first=STEPS)
-    save(mine, tmp_path / "mine", "by name")
+    save(mine.as_plain(kind), tmp_path / "mine", "by name")
     load(other, tmp_path / "mine", "by name")
-    assert _whole(other) == _whole(mine)
+    plain.train(first=STEPS)
+    assert _whole(other) == _whole(mine.as_plain(kind)) == _whole(plain)
 
 
 def _whole(one: Plain) -> dict[str, Any]:
@@ -374,20 +378,24 @@ def _without_a_group(comm: Any, folder: Path) -> None:
 
 
 @on_ranks(2)
-def test_a_recipe_that_wants_it_whole_gets_it_whole(comm):
+def test_recipes_that_do_not_know_shards_are_refused(comm):
     gloo()
-    sharded, reader, plain = (
-        Sharded(comm, KINDS["AdamW"]),
-        Sharded(comm, KINDS["AdamW"]),
-        Plain(KINDS["AdamW"]),
-    )
-    for one in (sharded, plain):
-        one.train()
-    whole = recipes.get_optimizer_state_dict(sharded.model, sharded.optimizer, options=WHOLE)
-    assert not any(isinstance(v, TensorShard) for s in whole["state"].values() for v in s.values())
-    reader.model.load_state_dict(sharded.model.state_dict())
-    recipes.set_optimizer_state_dict(reader.model, reader.optimizer, whole, options=WHOLE)
-    assert _whole(reader) == _whole(plain)
+    sharded = Sharded(comm, KINDS["AdamW"])
+    model, optimizer = sharded.model, sharded.optimizer
+    for n_steps in range(2):
+        saved = optimizer.state_dict()
+        for call in (
+            lambda: recipes.get_state_dict(model, optimizer),
+            lambda: recipes.get_optimizer_state_dict(model, optimizer, options=WHOLE),
+            lambda saved=saved: recipes.set_optimizer_state_dict(model, optimizer, saved),
+        ):
+            with pytest.raises(FastcommError, match=r"save and load its state_dict\(\)"):
+                call()
+        assert (len(optimizer.state) > 0) == (n_steps > 0)
+        sharded.train(first=n_steps, n=1)
+    plain = Plain(KINDS["AdamW"])
+    plain.train(n=2)
+    assert_same(sharded, plain)
 
 
 @on_ranks(2)

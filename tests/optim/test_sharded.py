@@ -360,7 +360,8 @@ def test_norm_clipping_and_counts_over_shards(comm):
 @pytest.mark.parametrize("unscales", [False, True])
 @on_ranks(2)
 def test_grad_scaler(comm, unscales):
-    pair = Pair(comm, mlp(), torch.optim.SGD, {"lr": 0.1}, bucket_cap_mb=0.001)
+    kept = {"keep_gradients": True}
+    pair = Pair(comm, mlp(), torch.optim.SGD, {"lr": 0.1}, sharding=kept, bucket_cap_mb=0.001)
     scalers = [torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2) for _ in range(2)]
     for step in range(6):
         for model, optimizer, scaler in zip(pair.models, pair.optimizers, scalers, strict=True):
@@ -376,6 +377,15 @@ def test_grad_scaler(comm, unscales):
         pair.check()
         assert scalers[0].get_scale() == scalers[1].get_scale()
     assert scalers[1].get_scale() == 16.0
+
+
+@on_ranks(2)
+def test_a_grad_scaler_that_would_find_no_gradients_is_refused(comm):
+    pair = Pair(comm, mlp(), torch.optim.SGD, {"lr": 0.1})
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(loss_of(pair.models[1], comm.rank)).backward()
+    with pytest.raises(FastcommError, match="GradScaler finds no gradients.*keep_gradients=True"):
+        scaler.step(pair.sharded)
 
 
 @on_ranks(2)

@@ -28,7 +28,6 @@ from fastcomm.reducer.features.progress import (
     load_states,
     refuse_stateless,
 )
-from fastcomm.reducer.features.torch_helpers import watch_scalers
 from fastcomm.reducer.owners import reducers_on
 from fastcomm.reducer.round import Round, State
 
@@ -188,7 +187,6 @@ class Elastic(RoundExtension):
                 f"elastic() is under way already on rank {self._comm.rank}: leave that loop first, "
                 "or call close() of what elastic() has returned"
             )
-        watch_scalers()
         for one in self._reducers:
             one.install(self)
         try:

@@ -34,7 +34,6 @@ from fastcomm.reducer.features.progress import (
     refuse_stateless,
     why_apart,
 )
-from fastcomm.reducer.features.torch_helpers import watch_scalers
 from fastcomm.reducer.features.weights import Weighting
 from fastcomm.reducer.optimizer_hooks import refuse_step
 from fastcomm.reducer.owners import reducers_on
@@ -166,7 +165,6 @@ class Join(Generic[T]):
     # -- how it begins and ends --------------------------------------------------------------------
 
     def _begin(self) -> None:
-        watch_scalers()
         outer = _open.get(self._comm)
         self._is_inner = outer is not None
         self._reducer.data_exhausted = False

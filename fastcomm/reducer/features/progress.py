@@ -14,7 +14,6 @@ from fastcomm.comm.objects import broadcast_object, tellable
 from fastcomm.comm.transport import Transport
 from fastcomm.errors import MismatchError
 from fastcomm.reducer import validation
-from fastcomm.reducer.features.torch_helpers import scaler_of
 from fastcomm.reducer.optimizer_hooks import known_optimizers
 
 if TYPE_CHECKING:
@@ -55,21 +54,18 @@ class Progress(NamedTuple):
     states: what was given as state, by type.
     has_schedule: whether that may keep learning rates, as a scheduler does.
     optimizers: those given, and those whose steps the reducers know.
-    scalers: the GradScalers of these optimizers that were not given, by type.
     """
 
     rounds: list[tuple[int, int, int]]
     states: list[str]
     has_schedule: bool
     optimizers: list[KnownOptimizer]
-    scalers: list[str]
 
     @staticmethod
     def of(reducers: Sequence[Reducer], states: Sequence[Stateful]) -> Progress:
         given = [one for one in states if isinstance(one, torch.optim.Optimizer)]
         known = [one for one in known_optimizers(reducers) if not holds(given, one)]
         optimizers = [*given, *known]
-        scalers = [scaler_of(one) for one in optimizers]
         return Progress(
             [(reducer.n_rounds, reducer.steps.n, reducer.steps.record) for reducer in reducers],
             [type(one).__name__ for one in states],
@@ -80,13 +76,11 @@ class Progress(NamedTuple):
                 )
                 for one in optimizers
             ],
-            [type(one).__name__ for one in scalers if one is not None and not holds(states, one)],
         )
 
     def left_behind(self) -> list[str]:
-        """What keeps something from step to step and was not given, by type."""
-        optimizers = [one.name for one in self.optimizers if one.keeps_state and not one.is_given]
-        return optimizers + self.scalers
+        """The optimizers that keep something from step to step and were not given, by type."""
+        return [one.name for one in self.optimizers if one.keeps_state and not one.is_given]
 
 
 def refuse_stateless(states: Iterable[object]) -> None:

@@ -6,9 +6,6 @@ import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
-from torch import Tensor
-
-from fastcomm.comm.transport import Transport
 from fastcomm.errors import FastcommError
 from fastcomm.reducer.bucket import Bucket
 from fastcomm.reducer.extension import RoundExtension
@@ -27,14 +24,6 @@ class Stepper(Protocol):
     sharding: Sharding
     is_torn: bool  # a step has failed, and the ranks' parameters may differ
     n_rounds_counted: int  # in elastic(), of the reducer when the last step counted
-
-    @property
-    def comm(self) -> Transport: ...
-
-    def held(self) -> list[Tensor] | None:
-        """Parameters whose .grad are the gradients that this rank holds; None if every rank has all
-        of them in the model's own .grad.
-        """
 
     def places_at_refresh(self) -> dict[str, Any]:
         """The parameters' places in its groups, which the ranks compare. Raises FastcommError if

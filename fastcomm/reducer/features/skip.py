@@ -25,7 +25,6 @@ from fastcomm.errors import FastcommError
 from fastcomm.reducer import statistics
 from fastcomm.reducer.extension import RoundExtension
 from fastcomm.reducer.features.join import is_joining
-from fastcomm.reducer.features.torch_helpers import watch_scalers
 from fastcomm.reducer.options import Options
 from fastcomm.reducer.round import Round, State
 
@@ -52,7 +51,6 @@ class Skipping(RoundExtension):
 
     vote: why this rank wants to skip the current round, or the next if none is open; or None.
     is_skipped: all ranks have dropped the last round.
-    found_nonfinite: they have because gradients were not finite.
     n_skipped: rounds that were dropped.
     """
 
@@ -79,7 +77,7 @@ class Skipping(RoundExtension):
         self._kept: list[tuple[str, Tensor]] = []  # as autograd has made them
         self._largest: list[tuple[Sequence[str], Tensor]] = []  # their largest absolute values
         self._found: dict[str, int] = {}  # see Cause
-        self.is_skipped = self.found_nonfinite = False
+        self.is_skipped = False
 
     def refuse_vote(self) -> None:
         """Raise FastcommError where a vote could not reach the other ranks."""
@@ -98,7 +96,6 @@ class Skipping(RoundExtension):
 
     def cast_vote(self, why: str) -> None:
         """Vote to skip the current round, or the next if none is open."""
-        watch_scalers()
         if self.vote is None:
             self.vote = why
 
@@ -159,15 +156,12 @@ class Skipping(RoundExtension):
         self._is_talking = False
 
     def _conclude(self, n_nonfinite: int) -> None:
-        watch_scalers()
         self.n_skipped += 1
         if is_joining(self._comm):  # where a rank without data cannot gather objects: each logs
-            self.found_nonfinite = n_nonfinite > 0
             causes = {self._comm.rank: self._cause()}
         else:
             told = gather_objects(self._comm, self._cause(), "backward() or synchronize()")
             causes = dict(enumerate(told))
-            self.found_nonfinite = all(cause.vote is None for cause in causes.values())
             if self._comm.rank != 0:
                 return
         _log.warning("all ranks skip a step: %s", _in_words(causes, n_nonfinite))

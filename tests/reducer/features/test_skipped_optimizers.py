@@ -203,32 +203,37 @@ def test_a_sharded_optimizer_skips(comm, keep_gradients):
 @pytest.mark.parametrize("unscales", [False, True])
 @pytest.mark.parametrize("sharded", [False, True])
 @on_ranks(2)
-def test_a_grad_scaler_goes_on_working(comm, unscales, sharded):
-    """It lowers its scale for what is not finite, and not for a vote."""
+def test_a_grad_scaler_is_left_out_of_a_dropped_step(comm, unscales, sharded):
     model = mlp()
     reducer = fastcomm.Reducer(comm, skip_nonfinite=True).attach(model)
     if sharded:
-        optimizer = fastcomm.ShardedOptimizer(reducer, torch.optim.SGD, lr=0.1)
+        optimizer = fastcomm.ShardedOptimizer(reducer, torch.optim.SGD, lr=0.1, keep_gradients=True)
     else:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=100)
-    scales = []
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
     for i in range(4):
         optimizer.zero_grad()
         before = [p.detach().clone() for p in model.parameters()]
         loss = scaler.scale(loss_of(model, comm.rank, i))
         if i == 2 and comm.rank:
             reducer.skip_step()
+            reducer.synchronize()
         else:
             (loss + (spoil(model, INF) if i == 1 and comm.rank else 0)).backward()
-        if unscales:
-            scaler.unscale_(optimizer)
-            reducer.clip_grad_norm_(1e6)
-        scaler.step(optimizer)
-        scaler.update()
-        scales.append(scaler.get_scale())
+        assert reducer.skipped == (i in (1, 2))
+        if reducer.skipped:
+            hasty = torch.amp.GradScaler("cpu")
+            hasty.scale(torch.ones(()))
+            with pytest.raises(AssertionError, match="No inf checks were recorded"):
+                hasty.step(optimizer)
+        else:
+            if unscales:
+                scaler.unscale_(optimizer)
+                reducer.clip_grad_norm_(1e6)
+            scaler.step(optimizer)
+            scaler.update()
         assert all(map(torch.equal, before, model.parameters())) == (i in (1, 2))
-    assert scales == [8.0, 4.0, 4.0, 4.0]
+    assert scaler.get_scale() == 16.0  # after two steps that count
 
 
 @only_shm
