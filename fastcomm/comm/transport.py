@@ -138,8 +138,6 @@ class Transport(Communicator):
     has_common_memory: bool  # empty_for_all() is possible
     # all ranks hear of a collective before any of them has its result, and which one it is
     announces: bool
-    # every sum is that of the ranks' addends, one after the other
-    adds_in_rank_order: bool
     counts_nonfinite: bool  # buckets have square_sum() and n_nonfinite()
     carries_votes: bool  # buckets can be launched with op collective.SKIP
     crosses_network: bool  # ranks may be on several hosts, and the CPU moves the data

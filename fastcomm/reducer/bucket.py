@@ -4,7 +4,6 @@ launch and its completion.
 
 from __future__ import annotations
 
-import bisect
 import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -13,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from fastcomm.comm.collective import OTHERS_GRADIENT, advice_on_bucket, as_pairs, real_numel
+from fastcomm.comm.collective import OTHERS_GRADIENT, advice_on_bucket
 from fastcomm.comm.flat_buffers import inside
 from fastcomm.comm.transport import BoundBucket, BucketWork, Transport, Weight
 from fastcomm.errors import FastcommError, MismatchError, add_to_first_line
@@ -22,8 +21,6 @@ from fastcomm.reducer.gradient_state import GradientState, checksum
 from fastcomm.reducer.hooks import Counter, GradientHook
 from fastcomm.reducer.layout import (
     BucketLayout,
-    in_memory_order,
-    laid_out_as,
     strides_of,
     view_of,
 )
@@ -71,9 +68,6 @@ class Bucket(Counter):
         else:
             self.flat = comm.empty(numel, dtype=self.dtype).zero_()
         self.numel = numel - len(own)  # of the flat buffer, as far as it holds gradients
-        # In a round that is audited: some elements of it, and what this rank contributes to them.
-        self.audited: slice | None = None
-        self.given: Tensor | None = None
         offsets = [slot.offset for slot in layout.slots]
         self.geometries = [
             (offset, p.size(), strides_of(p)) for offset, (_, p) in zip(offsets, own, strict=True)
@@ -172,8 +166,7 @@ class Bucket(Counter):
             taking_part = self._leave_out(taking_part, keeps_graph)
         if keeps_graph:
             self._set_graphs_aside(taking_part)
-        looks = inspect is not None or self.audited is not None
-        own = _gradients_of(taking_part) if looks else []
+        own = _gradients_of(taking_part) if inspect is not None else []
         missing = self._gather(taking_part)
         self._is_gathered = True
         if inspect is not None:
@@ -184,26 +177,10 @@ class Bucket(Counter):
             self._fill_missing(i)
             if own_weight is not None and own_weight.scale != own_weight.total:
                 self.views[i].mul_(own_weight.total / own_weight.scale)  # it is in no unit
-        if self.audited is not None:
-            self.given = self._given(own, self.audited.start, self.audited.stop)
         try:
             self._bound.launch(op, missing, step, weight)
         except MismatchError as error:  # the others have posted something else already
             raise self._explained(error) from error.__cause__
-
-    def _given(self, own: list[tuple[int, Tensor]], begin: int, end: int) -> Tensor:
-        """A copy of what takes part of these elements. own: the gradients that do, by slot, as a
-        transport may leave them where they are until the launch.
-        """
-        given = self.flat[begin:end].clone()
-        for i, gradient in own:
-            offset, view = self.geometries[i][0], self.views[i]
-            first, last = max(begin, offset), min(end, offset + real_numel(view))
-            if first < last and gradient.data_ptr() != view.data_ptr():
-                pairs = as_pairs(laid_out_as(view, gradient).resolve_conj())
-                in_order = in_memory_order(pairs)[first - offset : last - offset]
-                given[first - begin : last - begin] = in_order
-        return given
 
     def _remake_views(self) -> None:
         """After parameter.grad.data = ... some views lie on the user's memory. To be called before
@@ -407,11 +384,6 @@ class Bucket(Counter):
             return self.shard.part_of(self.flat)
         return self.flat[: self.numel]
 
-    def name_at(self, element: int) -> str:
-        """The name of the parameter whose gradient has this element of the flat buffer."""
-        offsets = [offset for offset, _, _ in self.geometries]
-        return self.names[bisect.bisect_right(offsets, element) - 1]
-
     @property
     def _is_sharded(self) -> bool:
         """Whether each rank has its shard of the result only."""
@@ -577,7 +549,6 @@ class Bucket(Counter):
     def reset(self) -> None:
         """Makes the bucket ready for the next backward."""
         self._is_gathered = self._is_vote = False
-        self.audited = self.given = None
         self._untouched.clear()
         self._emptied.clear()
         self._staying.clear()

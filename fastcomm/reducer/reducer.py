@@ -126,8 +126,7 @@ class Reducer(ReducerFlags):
         from all ranks at the end of backward, where the host waits for the ranks' numbers of rows.
     audit: every so many rounds compare the bits of all trainable parameters over the ranks, before
         the gradients are used: MismatchError, on every rank, names the parameter and the rank that
-        differs. One pass over the parameters; over NCCL the host waits for it. Over shared
-        memory and "group" every rank also adds up some gradients once more. None: never.
+        differs. One pass over the parameters; over NCCL the host waits for it. None: never.
 
     To be read:
 
@@ -172,7 +171,6 @@ class Reducer(ReducerFlags):
         self.phases: Phases = self._stragglers.phases
         self.extensions: list[RoundExtension] = []
         self.round: Round | None = None  # the open one: a gradient is ready, or reduce() runs
-        self._audit: Audit | None = None
         self._use(self.options.checked(init() if comm is ... else comm))
         self.overlap = overlap
         self.n_rounds = 0
@@ -204,10 +202,8 @@ class Reducer(ReducerFlags):
         self.ordering = Ordering() if comm.crosses_network else None
         # In which order they decide, when a round has ended, whether other buckets are better.
         self._planners = [one for one in (self.ordering, self.tuning) if one is not None]
-        if self.options.audit is not None:
-            if self._audit is not None:
-                self.remove(self._audit)
-            self._audit = self.install(Audit(comm, self.options))
+        audit = self.options.audit
+        self._audit = None if audit is None else Audit(comm, audit)
         self._stragglers.use(comm)
 
     def __repr__(self) -> str:

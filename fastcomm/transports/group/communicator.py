@@ -79,7 +79,7 @@ class GroupCommunicator(Transport):
 
     backend = "group"
     has_streams = counts_nonfinite = has_common_memory = False
-    progresses_itself = is_threadsafe = feeds_back_errors = adds_in_rank_order = True
+    progresses_itself = is_threadsafe = feeds_back_errors = True
     announces = carries_votes = crosses_network = True
     wire_dtypes = (*WIRE_DTYPES, *BLOCK_DTYPES)
     # Without a Python frame, in which a signal handler might raise.

@@ -85,7 +85,6 @@ class HierarchicalCommunicator(GroupCommunicator):
     """A GroupCommunicator that reduces inside each host first. hosts: their ranks, ascending."""
 
     backend = "hierarchical"
-    adds_in_rank_order = False  # of large tensors each host's ranks come first
 
     def __init__(
         self,

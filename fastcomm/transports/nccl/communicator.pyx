@@ -135,7 +135,6 @@ cdef class NcclCommunicator:
     backend = "nccl"
     has_streams = counts_nonfinite = progresses_itself = True
     is_threadsafe = feeds_back_errors = has_common_memory = announces = carries_votes = False
-    adds_in_rank_order = False
     crosses_network = False
     wire_dtypes = (*WIRE_DTYPES, *FP8, torch.int8)
     __enter__, __exit__ = Transport.__enter__, Transport.__exit__

@@ -50,7 +50,6 @@ cdef class ShmCommunicator:
 
     backend = "shm"
     has_common_memory = announces = carries_votes = counts_nonfinite = True
-    adds_in_rank_order = True
     has_streams = feeds_back_errors = crosses_network = False
     progresses_itself = is_threadsafe = False
     wire_dtypes = WIRE_DTYPES
