@@ -185,7 +185,6 @@ class Methods:
         reducer = fastcomm.Reducer(
             self.comm,
             bucket_cap_mb=size_of_buckets(way),
-            first_bucket_cap_mb=min(1, size_of_buckets(way)),
             overlap=way.overlap,
             streams=way.streams,
             wire_dtype=None if way.dtype is None else getattr(torch, way.dtype),

@@ -243,10 +243,8 @@ class Methods:
 
         return step
 
-    def _reducer(self, wire_dtype: torch.dtype | None, **options: Any) -> fastcomm.Reducer:
-        return fastcomm.Reducer(
-            self.comm, wire_dtype=wire_dtype, bucket_cap_mb=BUCKET_MB, **options
-        )
+    def _reducer(self, wire_dtype: torch.dtype | None) -> fastcomm.Reducer:
+        return fastcomm.Reducer(self.comm, wire_dtype=wire_dtype, bucket_cap_mb=BUCKET_MB)
 
     def turn(self, way: str, steps: int) -> tuple[float, int]:
         """Seconds, and bytes that this host has sent."""
@@ -263,7 +261,7 @@ class Methods:
         wire_dtype, begin = WAYS[way]
         model = self._model(2, 128, seed)
         generator = torch.Generator().manual_seed(1000 * (1 + seed) + self.comm.rank)
-        reducer = self._reducer(wire_dtype, first_bucket_cap_mb=BUCKET_MB).attach(model)
+        reducer = self._reducer(wire_dtype).attach(model)
         with begin(reducer, every), contextlib.redirect_stderr(io.StringIO()):  # no progress bar
             self.demo.train(reducer, model, self.text, generator, steps)
         reducer.check_in_sync()

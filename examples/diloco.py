@@ -27,9 +27,9 @@ def main() -> None:
         torch.manual_seed(1 + comm.rank)  # from here on each rank has data of its own
 
         # Half the bytes; small buckets, so that there are two fragments to sync in turn.
-        reducer = fastcomm.Reducer(
-            comm, wire_dtype=torch.bfloat16, bucket_cap_mb=0.001, first_bucket_cap_mb=0.001
-        ).attach(model)
+        reducer = fastcomm.Reducer(comm, wire_dtype=torch.bfloat16, bucket_cap_mb=0.001).attach(
+            model
+        )
         optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
         outer = {"lr": 0.7, "momentum": 0.9, "nesterov": True}
         syncs = fastcomm.DiLoCo(

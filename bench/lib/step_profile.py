@@ -36,12 +36,12 @@ class Profile(NamedTuple):
         )
         return LocalStep(tuple(gradients), self.backward_s, self.forward_s, self.optimizer_s)
 
-    def plan(self, cap_mb: float, first_cap_mb: float = 1.0) -> list[list[int]]:
-        """The buckets that a Reducer makes with these caps."""
+    def plan(self, cap_mb: float) -> list[list[int]]:
+        """The buckets that a Reducer makes with this size."""
         layouts = plan_buckets(
             [(numel, torch.float32, 4) for numel in self.sizes],
             cap_bytes=int(cap_mb * 2**20),
-            first_cap_bytes=int(first_cap_mb * 2**20),
+            first_cap_bytes=int(min(cap_mb, 1) * 2**20),
         )
         return [[slot.index for slot in layout.slots] for layout in layouts]
 

@@ -29,7 +29,6 @@ class Options:
     """What Reducer was called with. Raises ValueError for values that no communicator supports."""
 
     bucket_cap_mb: float | str
-    first_bucket_cap_mb: float
     op: str
     wire_dtype: torch.dtype | None
     streams: int
@@ -42,11 +41,8 @@ class Options:
         is_auto = self.bucket_cap_mb == AUTO
         if isinstance(self.bucket_cap_mb, str) and not is_auto:
             raise ValueError(f'bucket_cap_mb is a number or "auto"; got {self.bucket_cap_mb!r}')
-        if (not is_auto and float(self.bucket_cap_mb) <= 0) or self.first_bucket_cap_mb <= 0:
-            raise ValueError(
-                "bucket caps must be positive; got "
-                f"{self.bucket_cap_mb} and {self.first_bucket_cap_mb}"
-            )
+        if not is_auto and float(self.bucket_cap_mb) <= 0:
+            raise ValueError(f"bucket_cap_mb must be positive; got {self.bucket_cap_mb}")
         if self.streams < 1:
             raise ValueError(f"streams must be at least 1; got {self.streams}")
         if self.audit is not None and self.audit < 1:
@@ -114,7 +110,8 @@ class Options:
 
     @property
     def first_cap_bytes(self) -> int:
-        return int(self.first_bucket_cap_mb * _MB)
+        """Of the first bucket, which is small, so that communication starts early."""
+        return min(self.cap_bytes, _MB)
 
     def described(self) -> dict[str, Any]:
         """The options by name, for comparison: ranks that differ here would reduce different
@@ -122,7 +119,6 @@ class Options:
         """
         return {
             "bucket_cap_mb": self.bucket_cap_mb,
-            "first_bucket_cap_mb": self.first_bucket_cap_mb,
             "op": self.op,
             "wire_dtype": str(self.wire_dtype),
             "error_feedback": self.error_feedback,

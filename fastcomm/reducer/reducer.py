@@ -101,10 +101,10 @@ class Reducer(ReducerFlags):
     """Reduces gradients over all ranks during backward.
 
     comm: the communicator; left out, fastcomm.init().
-    bucket_cap_mb, first_bucket_cap_mb: a bucket is closed when it holds so many MiB; the first one
-        small, so that communication starts early. bucket_cap_mb=None: 25, and 10 where the CPU
-        moves data between hosts. "auto": the ranks measure the first steps and choose together;
-        that default stays where another size does not pay.
+    bucket_cap_mb: a bucket is closed when it holds so many MiB; the first one at 1 MiB at the
+        latest, so that communication starts early. None: 25, and 10 where the CPU moves data
+        between hosts. "auto": the ranks measure the first steps and choose together; that default
+        stays where another size does not pay.
     op: "mean", "sum" or another op of the communicator. What is reduced is all that .grad holds:
         with another op than "mean", clear the gradients before every backward that is reduced, or
         what was reduced before is reduced once more.
@@ -144,7 +144,6 @@ class Reducer(ReducerFlags):
         comm: Communicator | EllipsisType = ...,
         *,
         bucket_cap_mb: float | Literal["auto"] | None = None,
-        first_bucket_cap_mb: float = 1,
         op: Op = "mean",
         wire_dtype: torch.dtype | None = None,
         streams: int = 1,
@@ -157,7 +156,6 @@ class Reducer(ReducerFlags):
         self.op = canonical_op(op)
         self.options = Options(
             DEFAULT_CAP_MB if bucket_cap_mb is None else bucket_cap_mb,
-            first_bucket_cap_mb,
             self.op,
             wire_dtype,
             streams,

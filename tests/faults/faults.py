@@ -150,7 +150,7 @@ def _trained(place: Place, fault: Fault) -> dict[str, Any]:
     if fault.goes_on:
         return _gone_on(place, fault, comm, seen)
     model = torch.nn.Sequential(torch.nn.Linear(3, 50), torch.nn.Linear(50, 2))
-    reducer = fastcomm.Reducer(comm, bucket_cap_mb=1e-5, first_bucket_cap_mb=1e-5).attach(model)
+    reducer = fastcomm.Reducer(comm, bucket_cap_mb=1e-5).attach(model)
     comm.barrier()
     try:
         _set_off(place, fault, comm)
@@ -181,7 +181,7 @@ def _trained(place: Place, fault: Fault) -> dict[str, Any]:
 def _gone_on(place: Place, fault: Fault, comm: Any, seen: dict[str, Any]) -> dict[str, Any]:
     """Trains until a few steps after the fault."""
     model = torch.nn.Sequential(torch.nn.Linear(3, 50), torch.nn.Linear(50, 2))
-    reducer = fastcomm.Reducer(comm, bucket_cap_mb=1e-5, first_bucket_cap_mb=1e-5).attach(model)
+    reducer = fastcomm.Reducer(comm, bucket_cap_mb=1e-5).attach(model)
     comm.barrier()
     _set_off(place, fault, comm)
     due = time.monotonic() + fault.delay_s

@@ -52,9 +52,7 @@ def oracle(world_size: int, steps: int) -> nn.Module:
 def train_on_ranks(comm: Any, steps: int, **options: Any) -> nn.Module:
     model = small().float().to(comm.device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    fastcomm.Reducer(comm, bucket_cap_mb=0.0005, first_bucket_cap_mb=0.0001, **options).attach(
-        model
-    )
+    fastcomm.Reducer(comm, bucket_cap_mb=0.0002, **options).attach(model)
     for step in range(steps):
         with torch.device("cpu"):
             x, y = batch(comm.rank, step)

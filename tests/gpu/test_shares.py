@@ -92,7 +92,7 @@ def test_a_captured_sharded_step_gives_the_parameters_of_eager_ones(comm):
 @on_ranks(2)
 def test_shards_of_ranks_that_share_a_card_train_as_one_process_does(comm, elementwise):
     model = small().float().to(comm.device)
-    reducer = fastcomm.Reducer(comm, bucket_cap_mb=0.0005, first_bucket_cap_mb=0.0001)
+    reducer = fastcomm.Reducer(comm, bucket_cap_mb=0.0002)
     optimizer = fastcomm.ShardedOptimizer(
         reducer.attach(model),
         torch.optim.SGD,

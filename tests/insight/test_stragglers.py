@@ -102,7 +102,7 @@ def test_a_victim_that_waits_inside_its_backward_is_none(comm):
     """More buckets than can be under way: a launch waits for the other rank."""
     layers = [nn.Linear(64, 64) for _ in range(24)]
     model = _Model(nn.Sequential(*layers), nn.ReLU(), nn.Linear(64, 1)).to(comm.device)
-    caps = {"bucket_cap_mb": 0.01, "first_bucket_cap_mb": 0.01}
+    caps = {"bucket_cap_mb": 0.01}
     reducer = fastcomm.Reducer(comm, **caps).attach(model)
     assert len(reducer.buckets) > 20
     reducer.stragglers()

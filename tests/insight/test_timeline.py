@@ -21,7 +21,7 @@ from tests.support.ranks import on_ranks
 from tests.support.transports import EVERY_TRANSPORT
 
 pytestmark = pytest.mark.usefixtures("transport")
-SMALL_BUCKETS = {"bucket_cap_mb": 0.0005, "first_bucket_cap_mb": 0.0001}
+SMALL_BUCKETS = {"bucket_cap_mb": 0.0002}
 on_cpu = pytest.mark.transports("shm")
 
 

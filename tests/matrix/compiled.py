@@ -86,13 +86,13 @@ def compiled_layers(case):
         return model
 
     with _fresh_compiler():
-        case.train(make, _backward, bucket_cap_mb=0.0001, first_bucket_cap_mb=0.0001)
+        case.train(make, _backward, bucket_cap_mb=0.0001)
 
 
 @slow_reduced("`reducer.compile(model)` (backward and communication overlap)")
 def compiled_in_pieces(case):
     with _fresh_compiler():
-        training = Training(case, _tiny, bucket_cap_mb=0.0001, first_bucket_cap_mb=0.0001)
+        training = Training(case, _tiny, bucket_cap_mb=0.0001)
         forward = training.reducer.compile(training.model, backend="aot_eager", fullgraph=True)
 
         def run(model, *args):

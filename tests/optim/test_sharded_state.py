@@ -149,7 +149,7 @@ def test_the_state_of_frozen_parameters_is_kept(comm, buckets):
 
 @on_ranks(2)
 def test_shards_of_a_parameter_that_is_frozen_now_are_refused(comm):
-    buckets = {"bucket_cap_mb": 0.0001, "first_bucket_cap_mb": 0.0001}  # a parameter's own each
+    buckets = {"bucket_cap_mb": 0.0001}  # a parameter's own each
     pair = Pair(comm, mlp(), torch.optim.AdamW, {"lr": 0.01}, **buckets)
     pair.train()
     saved = copy.deepcopy(pair.sharded.state_dict())

@@ -50,11 +50,10 @@ class Model(_Compact):
 
 @dataclass(frozen=True, repr=False)
 class Options(_Compact):
-    """Of a Reducer. caps: bucket_cap_mb and first_bucket_cap_mb. is_named: attach() gets named
-    parameters. skips_nonfinite: it looks for infinities
+    """Of a Reducer. cap: bucket_cap_mb. is_named: attach() gets named parameters. skips_nonfinite: it looks for infinities
     and NaNs, of which there are none."""
 
-    caps: tuple[float, float] = (25, 1)
+    cap: float = 25
     overlap: bool = True
     op: str = "mean"
     wire: str = ""

@@ -141,8 +141,7 @@ class _Run:
         self.n_skipped = 0
         self.reducer = fastcomm.Reducer(
             self.comm,
-            bucket_cap_mb=options.caps[0],
-            first_bucket_cap_mb=options.caps[1],
+            bucket_cap_mb=options.cap,
             op=options.op,
             wire_dtype=getattr(torch, options.wire) if options.wire else None,
             streams=options.streams,

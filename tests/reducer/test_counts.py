@@ -59,7 +59,7 @@ def _read(*_):
 @on_ranks(1, 2, 3)
 def test_a_norm_needs_no_second_look(comm, dtype, small):
     model = Weights(SIZES[2:], dtype)  # what goes through a mailbox is read again
-    buckets = {"bucket_cap_mb": 1e-4, "first_bucket_cap_mb": 1e-4} if small else {}
+    buckets = {"bucket_cap_mb": 1e-4} if small else {}
     reducer = fastcomm.Reducer(comm, **buckets).attach(model)
     for i in range(3):
         model.zero_grad()

@@ -186,7 +186,7 @@ def test_after_a_join_that_could_not_copy_every_step_is_refused_until_refresh(co
 @pytest.mark.parametrize(
     "option, values",
     [
-        ("first_bucket_cap_mb", (1, 0.0001)),
+        ("bucket_cap_mb", (1, 0.0001)),
         ("op", ("mean", "sum")),
         ("wire_dtype", (None, torch.bfloat16)),
     ],

@@ -160,7 +160,7 @@ def test_a_gradient_in_another_bucket_is_refused_though_its_parameter_is_unused(
     """Whatever the other bucket holds when it is copied would be taken for it."""
     model = Heads(3)
     # Every parameter in a bucket of its own, that of heads.2.bias being the first to be launched.
-    fastcomm.Reducer(comm, bucket_cap_mb=1e-5, first_bucket_cap_mb=1e-5).attach(model)
+    fastcomm.Reducer(comm, bucket_cap_mb=1e-5).attach(model)
     loss_of(model, comm.rank, 0, 0, 1, 2).backward()
     finish_together(comm)
     one, other = model.heads[1].bias, model.heads[2].bias
@@ -489,7 +489,7 @@ def _fails_early(comm):
     """
     layers = [nn.Linear(8, 8) for _ in range(24)]
     model = nn.Sequential(*layers)
-    fastcomm.Reducer(comm, bucket_cap_mb=0.0001, first_bucket_cap_mb=0.0001).attach(model)
+    fastcomm.Reducer(comm, bucket_cap_mb=0.0001).attach(model)
     for _ in range(2):
         hidden = model[:23](torch.ones(2, 8))
         if comm.rank == 1:

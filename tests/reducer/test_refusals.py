@@ -35,7 +35,7 @@ BAD_INPUT = (FastcommError, ValueError, TypeError)
     [
         ("op", "median", "op must be one of"),
         ("bucket_cap_mb", -1, "bucket.*positive"),
-        ("first_bucket_cap_mb", 0, "bucket.*positive"),
+        ("bucket_cap_mb", 0, "bucket.*positive"),
         ("wire_dtype", torch.int32, "wire_dtype"),
         ("wire_dtype", torch.complex64, "wire_dtype"),
         ("wire_dtype", "bfloat16", "wire_dtype"),

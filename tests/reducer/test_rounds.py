@@ -176,7 +176,7 @@ def test_a_signal_between_any_two_statements_leaves_the_ranks_in_step(comm):
 def test_a_plain_step_runs_through_few_files_and_no_feature(comm):
     """Functions in Python, without comprehensions; what is compiled has no frame."""
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8)))
-    reducer = fastcomm.Reducer(comm, bucket_cap_mb=0.02, first_bucket_cap_mb=0.02).attach(model)
+    reducer = fastcomm.Reducer(comm, bucket_cap_mb=0.02).attach(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     root = Path(fastcomm.__file__).parent
     calls = collections.Counter()

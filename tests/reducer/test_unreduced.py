@@ -318,7 +318,7 @@ def test_gradients_that_a_hook_drops_are_an_error(comm, small):
             p.sub_(p.grad, alpha=0.1)
         p.grad = None
 
-    options = {"bucket_cap_mb": 1e-5, "first_bucket_cap_mb": 1e-5} if small else {}
+    options = {"bucket_cap_mb": 1e-5} if small else {}
     model, _, optimizer = attached(comm, **options)
     handles = [p.register_post_accumulate_grad_hook(update) for p in model.parameters()]
     for step in range(2):
@@ -335,7 +335,7 @@ def test_gradients_that_a_hook_drops_are_an_error(comm, small):
 
 @on_ranks(2)
 def test_a_gradient_that_a_hook_takes_from_a_launched_bucket_is_an_error(comm):
-    model, _, _ = attached(comm, bucket_cap_mb=1e-5, first_bucket_cap_mb=1e-5)
+    model, _, _ = attached(comm, bucket_cap_mb=1e-5)
     weight = model[4].weight
 
     def take(p):
@@ -446,7 +446,7 @@ def test_what_a_parameters_own_hook_makes_of_its_gradient_is_reduced(comm, bucke
 @pytest.mark.parametrize("how", HALVES, ids=lambda how: how.__name__)
 @on_ranks(2)
 def test_a_gradient_that_another_layers_hook_changes_meanwhile_is_an_error(comm, how):
-    model, _, _ = attached(comm, bucket_cap_mb=1e-5, first_bucket_cap_mb=1e-5)
+    model, _, _ = attached(comm, bucket_cap_mb=1e-5)
     handle = model[0].register_full_backward_hook(lambda *_: how(model[4].weight))
     finish_together(comm)
     with pytest.raises(FastcommError, match=r"4\.weight was changed by a hook while|abandoned"):
@@ -461,7 +461,7 @@ def test_a_gradient_that_another_layers_hook_changes_meanwhile_is_an_error(comm,
 
 @on_ranks(2)
 def test_another_layers_hook_may_change_a_gradient_where_nothing_overlaps(comm):
-    model, _, _ = attached(comm, overlap=False, bucket_cap_mb=1e-5, first_bucket_cap_mb=1e-5)
+    model, _, _ = attached(comm, overlap=False, bucket_cap_mb=1e-5)
     expected = mean_gradients(mlp(), comm.world_size, backward)
     model[0].register_full_backward_hook(lambda *_: halve_in_place(model[4].weight))
     backward(model, comm.rank)

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 import fastcomm
 
 # Nearly every parameter of the models here in a bucket of its own.
-SMALL_BUCKETS = {"bucket_cap_mb": 0.0005, "first_bucket_cap_mb": 0.0001}
+SMALL_BUCKETS = {"bucket_cap_mb": 0.0002}
 
 # Relative and absolute: a few roundings of each type.
 _TOLERANCE = {

@@ -25,7 +25,7 @@ EVERY = 5
 def _train(comm, **options):
     torch.manual_seed(comm.rank)
     model = nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 1)).to(comm.device)
-    caps = {"bucket_cap_mb": 1e-5, "first_bucket_cap_mb": 1e-5}
+    caps = {"bucket_cap_mb": 1e-5}
     reducer = fastcomm.Reducer(comm, **{"audit": EVERY, **caps, **options}).attach(model)
     return model, reducer, torch.optim.AdamW(model.parameters(), lr=0.01)
 

@@ -206,7 +206,7 @@ def test_models_of_all_kinds_are_cut(comm, make, n_launched):
 
 @on_ranks(1)
 def test_parameters_are_seen_in_whatever_way_they_are_used(comm):
-    each_its_own = {"bucket_cap_mb": 0.0001, "first_bucket_cap_mb": 0.0001}
+    each_its_own = {"bucket_cap_mb": 0.0001}
     assert_as_eager(comm, Arguments, backward, each_its_own, [0, 2, 3])
 
 

@@ -54,7 +54,7 @@ class Training:
         if start is not None:
             self.model.load_state_dict(start[0])
             self.optimizer.load_state_dict(start[1])
-        caps = {"bucket_cap_mb": 1e-5, "first_bucket_cap_mb": 1e-5}
+        caps = {"bucket_cap_mb": 1e-5}
         self.reducer = fastcomm.Reducer(comm, **caps).attach(self.model)
         self.sizes: list[int] = []  # of the world, by step
         self.last = STEPS

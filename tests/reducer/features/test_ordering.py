@@ -14,7 +14,6 @@ from fastcomm.reducer.features import autotune, ordering
 from fastcomm.reducer.round import Round
 from tests.support.bodies import Interrupted
 from tests.support.models import (
-    SMALL_BUCKETS,
     assert_gradients,
     backward,
     mean_gradients,
@@ -49,6 +48,7 @@ class Shuffled(nn.Module):
         return self.last(x)
 
 
+SMALL_BUCKETS = {"bucket_cap_mb": 0.0001}  # for each layer one
 AS_REGISTERED = ["norm", "middle", "first", "last"]  # in the reverse of it
 AS_ARRIVED = ["last", "middle", "norm", "first"]
 
@@ -229,7 +229,8 @@ def test_local_steps_keep_the_buckets(comm):
 @on_ranks(2)
 def test_sizes_are_tuned_in_the_order_of_arrival(comm):
     model = Shuffled()
-    reducer = fastcomm.Reducer(comm, bucket_cap_mb="auto", first_bucket_cap_mb=0.0001).attach(model)
+    with mock.patch("fastcomm.reducer.reducer.NETWORK_CAP_MB", SMALL_BUCKETS["bucket_cap_mb"]):
+        reducer = fastcomm.Reducer(comm, bucket_cap_mb="auto").attach(model)
     measured_from = 2 + autotune.WARM_UP_ROUNDS
     for number in range(measured_from + autotune.MEASURED_ROUNDS):
         assert "so far" in repr(reducer)

@@ -59,7 +59,7 @@ def _choosing(cap_mb, pays=True):
 @on_ranks(2, 3)
 def test_gradients_are_the_same_bits_before_and_after_the_buckets_change(comm):
     with _choosing(TINY_MB):
-        pairs = _models(comm, first_bucket_cap_mb=TINY_MB)
+        pairs = _models(comm)
         optimizers = [
             torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9) for model, _ in pairs
         ]
@@ -191,7 +191,7 @@ def _interrupted_while_measuring(times):
 @on_ranks(2)
 def test_another_model_is_measured_by_itself(comm):
     """The first is let go while its rounds are traced."""
-    reducer = fastcomm.Reducer(comm, bucket_cap_mb="auto", first_bucket_cap_mb=TINY_MB)
+    reducer = fastcomm.Reducer(comm, bucket_cap_mb="auto")
     for model in (mlp(), nn.Sequential(mlp(), nn.Linear(4, 4))):
         reducer.attach(model)
         for step in range(autotune.WARM_UP_ROUNDS + 1):
@@ -276,7 +276,7 @@ def _predicted(latency_s, bytes_per_s, delays):
     kinds = [(MIB, torch.float32, 4)] * 64
     gradients = tuple(Gradient(4 * MIB, (64 - i) / 64) for i in range(64))
     points = [(n, Cost(latency_s + n / bytes_per_s, n / bytes_per_s)) for n in (1, 1 << 30)]
-    planner = autotune.planner_of(kinds, Options(25, 1, "mean", None, 1, ()))
+    planner = autotune.planner_of(kinds, Options(25, "mean", None, 1))
     step = LocalStep(gradients, 1.0)
     return autotune.predict_caps(
         step, planner, MeasuredCosts(points), delays, overlap=True, caps=CAPS_MB

@@ -22,7 +22,7 @@ from tests.support.sharded_pairs import Lion, Pair
 from tests.transports.nccl import abandon_on_last_rank, communicator, outcomes_of, stand_in_values
 
 # Two buckets, in the order in which they are full: one weight and one bias each.
-TWO_LAYERS = {"bucket_cap_mb": 0.0005, "first_bucket_cap_mb": 0.0005}
+TWO_LAYERS = {"bucket_cap_mb": 0.0005}
 FLOAT32, BFLOAT16 = 7, 9
 WINDOW = ("ncclCommWindowRegister",)  # comes before the first gather
 
