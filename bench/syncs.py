@@ -9,7 +9,7 @@ Two hosts of one rank each train the demo's model; they are network namespaces, 
 benchmark needs root's rights, and their link is limited by tc's token bucket. Ways take turns in
 every round, in random order. A turn has `every` steps, so every parameter syncs once in it. A time
 is that of the slowest rank; bytes are those that the host's interface has sent, headers included.
-"streaming" is DiLoCo with 4 fragments and a delay of one step.
+"streaming" is DiLoCo with 4 fragments.
 
 The loss is that of the parameters at the end, on batches that nobody has trained on: one seed means
 the same model and the same batches in every way. Runs from the source tree only.
@@ -60,7 +60,7 @@ def _diloco(reducer: fastcomm.Reducer, every: int, **options: Any) -> fastcomm.D
 
 
 def _streaming(reducer: fastcomm.Reducer, every: int) -> fastcomm.DiLoCo:
-    return _diloco(reducer, every, fragments=4, delay=1)
+    return _diloco(reducer, every, fragments=4)
 
 
 # By name: the wire, and how ranks sync.
@@ -182,8 +182,8 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--seeds", type=int, default=5, help="(5)")
     parser.add_argument("--steps", type=int, default=200, help="of a run for the loss (200)")
     options = report.parse(parser, rounds=5)
-    if options.every % 8:
-        parser.error("--every is a multiple of 8, for four fragments and a delay")
+    if options.every % 4:
+        parser.error("--every is a multiple of 4, for four fragments")
     return options
 
 

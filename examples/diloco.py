@@ -32,9 +32,7 @@ def main() -> None:
         )
         optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
         outer = {"lr": 0.7, "momentum": 0.9, "nesterov": True}
-        syncs = fastcomm.DiLoCo(
-            reducer, torch.optim.SGD, every=options.every, fragments=2, delay=1, **outer
-        )
+        syncs = fastcomm.DiLoCo(reducer, torch.optim.SGD, every=options.every, fragments=2, **outer)
         with syncs:
             for step in range(1, options.steps + 1):
                 x = torch.randn(32, 16, device=comm.device)

@@ -1,6 +1,5 @@
 """DiLoCo: each rank steps by itself, and where ranks sync, an outer optimizer steps with what they
-have done since (arXiv 2311.08105), in fragments and beside the compute that follows if asked to
-(arXiv 2501.18512).
+have done since (arXiv 2311.08105), in fragments if asked to (arXiv 2501.18512).
 
 Keeps an outer copy of the parameters, equal on all ranks. What travels are pseudo-gradients: outer
 parameters minus this rank's. Schedule, syncs and checkpoints are local_sgd.py's.
@@ -8,7 +7,7 @@ parameters minus this rank's. Schedule, syncs and checkpoints are local_sgd.py's
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from torch.optim import LBFGS, Optimizer
 from fastcomm.errors import FastcommError
 from fastcomm.optim import checkpoints
 from fastcomm.optim.checkpoints import options_of
-from fastcomm.optim.local_sgd import LocalSGD, refuse_other_model, views_and_parameters
+from fastcomm.optim.local_sgd import LocalSGD, views_and_parameters
 from fastcomm.optim.schedule import Schedule, refuse, require_reducer
 from fastcomm.reducer import validation
 from fastcomm.reducer.bucket import Bucket
@@ -45,10 +44,6 @@ class DiLoCo(LocalSGD):
         for schedulers, say.
     fragments: the reducer's buckets are dealt out to so many fragments of about one size, which
         sync one after the other, every / fragments steps apart. `every` is a multiple of it.
-    delay: how many steps after its launch a sync is waited for, less than every / fragments;
-        compute goes on meanwhile. Then parameters become the mean of this rank's and the outer
-        ones. 0: step() waits. Where comm.progresses_itself is False (shm), a sync moves forward
-        inside step() only.
     defaults: for outer_optimizer.
 
     Raises as LocalSGD, and TypeError for an outer_optimizer that makes no optimizer.
@@ -63,11 +58,10 @@ class DiLoCo(LocalSGD):
         *,
         every: int,
         fragments: int = 1,
-        delay: int = 0,
         **defaults: Any,
     ) -> None:
         require_reducer(type(self), reducer)
-        schedule, problem = Schedule(every, fragments, delay), None
+        schedule, problem = Schedule(every, fragments), None
         options: dict[str, Any] = {}
         try:
             refuse(reducer, schedule)
@@ -128,7 +122,7 @@ class DiLoCo(LocalSGD):
     def _outer_of(self, bucket: Bucket) -> list[Tensor]:
         return [self._outer[name] for name, _ in bucket.named_parameters()]
 
-    def _apply(self, buckets: Sequence[Bucket], own_part: float) -> None:
+    def _apply(self, buckets: Sequence[Bucket]) -> None:
         for bucket in buckets:
             views, _ = views_and_parameters(bucket)
             for outer, view in zip(self._outer_of(bucket), views, strict=True):
@@ -137,10 +131,7 @@ class DiLoCo(LocalSGD):
         self.outer_optimizer.zero_grad()
         for bucket in buckets:
             _, parameters = views_and_parameters(bucket)
-            if own_part:
-                torch._foreach_lerp_(parameters, self._outer_of(bucket), 1 - own_part)
-            else:
-                torch._foreach_copy_(parameters, self._outer_of(bucket))
+            torch._foreach_copy_(parameters, self._outer_of(bucket))
 
     def state_dict(self) -> dict[str, Any]:
         """Returns LocalSGD's state, with the outer parameters and the outer optimizer's state,
@@ -154,7 +145,7 @@ class DiLoCo(LocalSGD):
 
     def _described(self, state_dict: dict[str, Any]) -> dict[str, str]:
         saved: dict[str, Tensor] = state_dict["outer_parameters"]
-        refuse_other_model(saved, dict(self._outer), "the model")
+        _refuse_other_model(saved, self._outer)
         optimizer = state_dict["outer_optimizer"]
         name_of = {parameter: name for name, parameter in self._outer.items()}
         own = [p for group in self.outer_optimizer.param_groups for p in group["params"]]
@@ -177,6 +168,22 @@ class DiLoCo(LocalSGD):
         with torch.no_grad():
             for name, outer in self._outer.items():
                 outer.copy_(state_dict["outer_parameters"][name])
+
+
+def _refuse_other_model(saved: dict[str, Tensor], present: Mapping[str, Tensor]) -> None:
+    """Raises ValueError, naming a parameter, unless both have the same names and shapes."""
+    for name in [*present, *saved]:
+        if name not in saved or name not in present:
+            where = "the state" if name not in saved else "the model"
+            raise ValueError(
+                f"{where} has no parameter {name}: load the state of the same model, with the same "
+                "frozen parameters, buckets and fragments"
+            )
+        if saved[name].shape != present[name].shape:
+            raise ValueError(
+                f"parameter {name} was saved with shape {tuple(saved[name].shape)}, and has "
+                f"{tuple(present[name].shape)}"
+            )
 
 
 def _numbers(saved: dict[str, Any]) -> list[Any]:

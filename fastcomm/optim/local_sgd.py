@@ -10,7 +10,6 @@ travels, and for what ends a sync.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 from types import TracebackType
 from typing import Any
@@ -33,8 +32,6 @@ from fastcomm.reducer.bucket import Bucket
 from fastcomm.reducer.features.local_steps import LocalSteps
 from fastcomm.reducer.optimizer_hooks import SteppedSlots
 from fastcomm.reducer.reducer import Reducer
-
-_OWN_PART = 0.5  # of the parameters, where compute went on: as in arXiv 2501.18512
 
 
 class LocalSGD(LocalSteps):
@@ -95,8 +92,7 @@ class LocalSGD(LocalSteps):
         """Compares the ranks' options, and lets this rank step alone. Collective."""
         name = type(self).__name__
         making = validation.Call(f"{name}()", f"options of {name}", f"cannot begin its {name}")
-        described = {"every": schedule.every, "fragments": schedule.n_fragments}
-        described |= {"delay": schedule.delay, **options}
+        described = {"every": schedule.every, "fragments": schedule.n_fragments, **options}
         validation.compare(reducer.comm, problem, described, making)
         for bucket in reducer.buckets:
             bucket.step_checksum = 0  # parameters may differ between the ranks from here on
@@ -109,17 +105,16 @@ class LocalSGD(LocalSteps):
         self._synced_at = [0] * schedule.n_fragments
         self._stepped: set[tuple[int, int]] = set()  # slots, since the last step was counted
         self._n_parameters = sum(len(bucket.names) for bucket in reducer.buckets)
-        self._under_way: Sync | None = None
         self._is_torn = False  # this rank alone has not applied a sync
         reducer.install(self)
         reducer.steps_alone = True
 
     def __repr__(self) -> str:
         schedule = self._schedule
-        streaming = f", {schedule.n_fragments} fragments, delay {schedule.delay}"
+        n = schedule.n_fragments
         return (
             f"<{type(self).__name__}: every {schedule.every} steps"
-            f"{streaming if schedule != Schedule(schedule.every) else ''}; {self.n_steps} steps, "
+            f"{f', {n} fragments' if n > 1 else ''}; {self.n_steps} steps, "
             f"{self.n_syncs} syncs{'' if self.is_on else ', finished'}>"
         )
 
@@ -203,14 +198,9 @@ class LocalSGD(LocalSteps):
         self._refuse_torn()
         self._stepped.clear()
         self.n_steps += 1
-        if self._under_way is not None:
-            if self.n_steps - self._under_way.standing.n_steps >= self._schedule.delay:
-                self._finish_sync()
-            else:
-                self._under_way.advance()
         fragment = self._schedule.fragment_at(self.n_steps)
         if fragment is not None:
-            self._launch(fragment, self._fragments[fragment])
+            self._sync(fragment, self._fragments[fragment])
 
     def _refuse_ended(self) -> None:
         if not self.is_on:
@@ -235,10 +225,8 @@ class LocalSGD(LocalSteps):
         come. Raises as a sync, and FastcommError after finish().
         """
         self._refuse_torn()
-        if self._under_way is not None:
-            self._finish_sync()
         left = [i for i, n_steps in enumerate(self._synced_at) if n_steps != self.n_steps]
-        self._launch(ALL, [bucket for i in left for bucket in self._fragments[i]])
+        self._sync(ALL, [bucket for i in left for bucket in self._fragments[i]])
 
     def finish(self) -> None:
         """Agrees on all parameters and buffers, as sync() and average_buffers(), and lets the
@@ -263,64 +251,31 @@ class LocalSGD(LocalSteps):
 
     def let_go(self) -> None:
         """For the reducer: lets the ranks step together again, without a sync."""
-        sync, self._under_way = self._under_way, None
         self.reducer.steps_alone = False
-        interruption = None
-        if sync is not None and self.comm.failure is None:
-            with contextlib.suppress(FastcommError):
-                interruption = sync.finish()
-        if interruption is not None:
-            raise interruption
 
-    def _launch(self, fragment: int, buckets: list[Bucket]) -> None:
-        """Launches a sync of these buckets. Waits for it, unless a delay lets compute go on."""
-        standing = Standing(self.n_steps, self.n_syncs, fragment)
-        sync = self._under_way = Sync(self.comm, buckets, standing)
-        is_awaited = fragment == ALL or not self._schedule.delay
+    def _sync(self, fragment: int, buckets: list[Bucket]) -> None:
+        """Agrees on these buckets. What a signal handler raises meanwhile is raised afterwards, if
+        the other ranks count on this one.
+        """
+        sync = Sync(self.comm, buckets, Standing(self.n_steps, self.n_syncs, fragment))
         try:
-            sync.launch(self._fill, is_awaited=is_awaited)
+            sync.launch(self._fill)
+            interruption = sync.finish()
         except BaseException as error:
-            if sync.is_over:
-                self._under_way = None
-            elif is_awaited:
-                self._finish_sync(error)
-            raise
-        if is_awaited:
-            self._finish_sync()
-
-    def _finish_sync(self, interruption: BaseException | None = None) -> None:
-        """Waits for the sync under way, and applies it. Raises the interruption afterwards."""
-        sync = self._under_way
-        assert sync is not None  # for the type checker
-        interruption = self._wait_for(sync) or interruption
-        self._under_way = None
-        self._is_torn = True
-        self._take(sync)
-        self._is_torn = False
+            if sync.is_over and not sync.is_reduced:
+                raise
+            interruption = sync.finish() or error
+        if buckets:
+            self._is_torn = True
+            with torch.no_grad():
+                self._apply(buckets)
+            self.n_syncs += 1
+            for i in range(len(self._synced_at)):
+                if fragment in (i, ALL):
+                    self._synced_at[i] = self.n_steps
+            self._is_torn = False
         if interruption is not None:
             raise interruption
-
-    def _wait_for(self, sync: Sync) -> BaseException | None:
-        """Finishes the sync. One that fails is under way no more."""
-        try:
-            return sync.finish()
-        except BaseException:
-            self._under_way = None
-            raise
-
-    def _take(self, sync: Sync) -> None:
-        """Gives this rank's parameters what a sync that is over has agreed on."""
-        standing = sync.standing
-        if not sync.buckets:
-            return
-        is_now = standing.n_steps == self.n_steps
-        with torch.no_grad():
-            self._apply(sync.buckets, 0.0 if is_now else _OWN_PART)
-        self.n_syncs += 1
-        if is_now:
-            for i in range(len(self._synced_at)):
-                if standing.fragment in (i, ALL):
-                    self._synced_at[i] = self.n_steps
 
     def _fill(self, bucket: Bucket) -> None:
         """Writes what is averaged into the bucket's views."""
@@ -328,10 +283,8 @@ class LocalSGD(LocalSteps):
             views, parameters = views_and_parameters(bucket)
             torch._foreach_copy_(views, parameters)
 
-    def _apply(self, buckets: Sequence[Bucket], own_part: float) -> None:
-        """Makes the parameters what the mean in the views asks for. own_part: the share of this
-        rank's own parameters in the result, from 0 to 1.
-        """
+    def _apply(self, buckets: Sequence[Bucket]) -> None:
+        """Makes the parameters what the mean in the views asks for."""
         for bucket in buckets:
             views, parameters = views_and_parameters(bucket)
             torch._foreach_copy_(parameters, views)
@@ -356,26 +309,15 @@ class LocalSGD(LocalSteps):
     # -- checkpoints -------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """The counters, and the mean of a sync under way, for which it waits: collective. Equal
-        on all ranks. Training goes on as if nothing had happened with this, every rank's optimizers
-        and every rank's model, or one rank's model if all ranks have just synced.
+        """The counters, equal on all ranks. Training goes on as if nothing had happened with this,
+        every rank's optimizers and every rank's model, or one rank's model if all ranks have just
+        synced.
         """
-        state: dict[str, Any] = {
+        return {
             "n_steps": self.n_steps,
             "n_syncs": self.n_syncs,
             "synced_at": list(self._synced_at),
-            "under_way": None,
         }
-        sync = self._under_way
-        if sync is not None:
-            interruption = self._wait_for(sync)
-            if interruption is not None:
-                raise interruption
-            state["under_way"] = {
-                "standing": tuple(sync.standing),
-                "mean": {name: view.clone() for name, view in _named_views(sync.buckets)},
-            }
-        return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes what state_dict() has given. Collective: every rank loads the same. Raises
@@ -387,12 +329,7 @@ class LocalSGD(LocalSteps):
         loading = validation.Call(call, "states to load", "cannot load its state")
         with validation.agreeing(self.comm, loading) as described:
             described |= self._described(state_dict)
-        interruption = None
-        if self._under_way is not None:  # its buckets are to be free, and its works at rest
-            interruption = self._wait_for(self._under_way)
         self._load(state_dict)
-        if interruption is not None:
-            raise interruption
 
     def _described(self, state_dict: dict[str, Any]) -> dict[str, str]:
         """The state, as the ranks compare it. Raises ValueError for one that does not fit."""
@@ -403,57 +340,14 @@ class LocalSGD(LocalSteps):
             )
         numbers = ("n_steps", "n_syncs", "synced_at")
         values = [(key, validation.shown(state_dict[key])) for key in numbers]
-        saved, tensors = state_dict["under_way"], []
-        values.append(("the sync under way", "none" if saved is None else "one"))
-        if saved is not None:
-            standing = Standing(*saved["standing"])
-            values.append(("the standing of the sync under way", validation.shown(standing)))
-            views = dict(_named_views(self._fragments[standing.fragment]))
-            refuse_other_model(saved["mean"], views, "this fragment")
-            tensors = [
-                (f"the mean of parameter {name}", mean) for name, mean in saved["mean"].items()
-            ]
-        return validation.contents_in_words(tensors, values)
+        return validation.contents_in_words([], values)
 
     def _load(self, state_dict: dict[str, Any]) -> None:
         """What _described() has let pass."""
-        under_way = None
-        saved = state_dict["under_way"]
-        if saved is not None:
-            standing = Standing(*saved["standing"])
-            buckets = self._fragments[standing.fragment]
-            for bucket in buckets:
-                bucket.vacate()
-            for name, view in _named_views(buckets):
-                view.copy_(saved["mean"][name])
-            under_way = Sync.of_checkpoint(self.comm, buckets, standing)
-        self._under_way = under_way
         self.n_steps, self.n_syncs = state_dict["n_steps"], state_dict["n_syncs"]
         self._synced_at = list(state_dict["synced_at"])
         self._stepped.clear()
         self._is_torn = False
-
-
-def refuse_other_model(saved: dict[str, Tensor], present: dict[str, Tensor], what: str) -> None:
-    """Raises ValueError, naming a parameter, unless both have the same names and shapes. what: of
-    which `present` are the parameters.
-    """
-    for name in [*present, *saved]:
-        if name not in saved or name not in present:
-            where = "the state" if name not in saved else what
-            raise ValueError(
-                f"{where} has no parameter {name}: load the state of the same model, with the same "
-                "frozen parameters, buckets and fragments"
-            )
-        if saved[name].shape != present[name].shape:
-            raise ValueError(
-                f"parameter {name} was saved with shape {tuple(saved[name].shape)}, and has "
-                f"{tuple(present[name].shape)}"
-            )
-
-
-def _named_views(buckets: Sequence[Bucket]) -> list[tuple[str, Tensor]]:
-    return [pair for b in buckets for pair in zip(b.names, b.views, strict=True)]
 
 
 def views_and_parameters(bucket: Bucket) -> tuple[list[Tensor], list[Tensor]]:

@@ -16,12 +16,10 @@ class Schedule:
     """When which fragment syncs.
 
     every: each fragment syncs once in so many steps; the fragments take turns, at equal distances.
-    delay: how many steps after its launch a sync is waited for.
     """
 
     every: int
     n_fragments: int = 1
-    delay: int = 0
 
     def check(self) -> None:
         """Raises TypeError or ValueError."""
@@ -35,22 +33,10 @@ class Schedule:
                 "every must be a multiple of fragments, which sync at equal distances; got "
                 f"{self.every} and {self.n_fragments}"
             )
-        if not isinstance(self.delay, int):
-            raise TypeError(f"delay must be an int; got {self.delay!r}")
-        if not 0 <= self.delay < self._distance:
-            raise ValueError(
-                "delay must be less than every / fragments, so that one sync is over before the "
-                f"next: from 0 to {self._distance - 1}; got {self.delay}"
-            )
-
-    @property
-    def _distance(self) -> int:
-        """In steps, from one sync to the next."""
-        return self.every // self.n_fragments
 
     def fragment_at(self, n_steps: int) -> int | None:
-        """Which fragment is launched after so many steps."""
-        number, rest = divmod(n_steps, self._distance)
+        """Which fragment syncs after so many steps."""
+        number, rest = divmod(n_steps, self.every // self.n_fragments)
         return None if rest else (number - 1) % self.n_fragments
 
 

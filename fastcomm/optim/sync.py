@@ -15,7 +15,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fastcomm.comm.communicator import Work
 from fastcomm.comm.objects import on_host
 from fastcomm.comm.transport import Transport
 from fastcomm.errors import FastcommError, MismatchError
@@ -43,10 +42,9 @@ class Standing(NamedTuple):
 
 
 class Sync:
-    """One sync, from its launch until the mean lies in the buckets' views. It may be launched
-    at one step and waited for at another.
+    """One sync, from its launch until the mean lies in the buckets' views.
 
-    buckets: may be none; then ranks only compare their standings, in a launch that is awaited.
+    buckets: may be none; then ranks only compare their standings.
     """
 
     def __init__(self, comm: Transport, buckets: Sequence[Bucket], standing: Standing) -> None:
@@ -57,14 +55,6 @@ class Sync:
         n_rows, n_columns = comm.world_size, len(standing)
         self._own = torch.tensor(standing, dtype=torch.int64, device=comm.device)
         self._all = torch.empty(n_rows * n_columns, dtype=torch.int64, device=comm.device)
-        self._comparing: Work | None = None
-
-    @classmethod
-    def of_checkpoint(cls, comm: Transport, buckets: Sequence[Bucket], standing: Standing) -> Sync:
-        """One whose mean lies in the views already."""
-        sync = cls(comm, buckets, standing)
-        sync._is_agreed = True
-        return sync
 
     @property
     def is_over(self) -> bool:
@@ -78,44 +68,32 @@ class Sync:
             return self._is_agreed
         return self._round.state is State.SETTLED
 
-    def launch(self, fill: Callable[[Bucket], None], *, is_awaited: bool) -> None:
-        """Writes what is averaged into the views of all buckets, by `fill`, and launches them.
-
-        is_awaited: finish() follows at once, so the ranks may as well compare their standings
-            before anything is launched.
+    def launch(self, fill: Callable[[Bucket], None]) -> None:
+        """Compares the ranks' standings, writes what is averaged into the views of all buckets, by
+        `fill`, and launches them.
 
         Raises what ends the sync; the other ranks hear of it. What a signal handler raises does
         not end it once the other ranks count on this one.
         """
-        if is_awaited:
-            self._compare_at_once()
+        self._compare()
         if self.is_over:
             return
         try:
             with _gradients_aside(self.buckets):
-                if not is_awaited:
-                    self._comparing = self._gather(async_op=True)
                 for bucket in self.buckets:
                     fill(bucket)
                     bucket.take_views()
                 self._round.count_all()
                 self._round.commit()
-        except MismatchError as error:
-            found = self._difference_if_known()
-            self._leave(error)
-            raise (error if found is None else found) from error
         except BaseException as error:
             if isinstance(error, FastcommError) or not self._round.is_committed:
                 self._leave(error)
             raise
 
-    def _gather(self, *, async_op: bool) -> Work | None:
-        return self._comm.all_gather_single(self._all, self._own, async_op=async_op)
-
-    def _compare_at_once(self) -> None:
+    def _compare(self) -> None:
         """Raises MismatchError on all ranks alike, so that none has to tell the others."""
         try:
-            self._gather(async_op=False)
+            self._comm.all_gather_single(self._all, self._own)
             found = self._difference()
         except FastcommError:
             self._is_agreed = False
@@ -132,26 +110,15 @@ class Sync:
         with _gradients_aside(self.buckets):
             self._round.abort(error)
 
-    def advance(self) -> None:
-        """Moves the reduction forward as far as that takes no waiting, for transports that do
-        nothing by themselves.
-        """
-        if self.is_over:
-            return
-        for bucket in self.buckets:
-            if not bucket.advance():
-                return
-
     def finish(self) -> BaseException | None:
         """Waits until the views hold the mean. Returns what a signal handler has raised meanwhile,
         since the other ranks have the mean, too. May be called again.
 
-        Raises MismatchError if the ranks have made different numbers of steps, and what else ends
-        the sync: FastcommError.
+        Raises what ends the sync: FastcommError.
         """
         if self.is_over:
             return None
-        interruption = self._compare()
+        interruption = None
         try:
             with _gradients_aside(self.buckets):
                 self._round.finish()
@@ -182,41 +149,6 @@ class Sync:
                     raise
                 interruption = error
         return interruption
-
-    def _compare(self) -> BaseException | None:
-        """Raises as finish(); returns what a signal handler has raised. Does nothing where the
-        ranks have compared their standings before.
-        """
-        if self._comparing is None:
-            return None
-        interruption = None
-        for _ in range(2):
-            try:
-                self._comparing.wait()
-                found = self._difference()
-            except FastcommError as error:
-                self._leave(error)
-                raise
-            except BaseException as error:
-                interruption = error
-                continue
-            if found is not None:
-                self._leave(found)
-                raise found
-            return interruption
-        self._comm.abort()  # interrupted twice: as in a collective
-        assert interruption is not None  # for the type checker
-        self._leave(interruption)
-        raise interruption
-
-    def _difference_if_known(self) -> MismatchError | None:
-        """After a launch that has failed."""
-        if self._comparing is None:
-            return None
-        with contextlib.suppress(FastcommError):
-            self._comparing.wait()
-            return self._difference()
-        return None
 
     def _difference(self) -> MismatchError | None:
         """How the ranks' standings differ; None if they do not. Waits for the device."""

@@ -576,11 +576,6 @@ class Bucket(Counter):
             if parameter is not None:
                 parameter.grad = view
 
-    def advance(self) -> bool:
-        """Moves the reduction forward if that takes no waiting; returns whether it is over."""
-        work = self._bound.posted
-        return work is None or work.is_completed()
-
     def release(self) -> None:
         """Gives the parameters gradients of their own, so that the flat buffer can go."""
         for i, gradient in _gradients_of(self.parameters):

@@ -20,7 +20,7 @@ def _sync(name: str) -> tuple[str, ...]:
     return (f"tests/optim/test_syncs.py::test_{name}",)
 
 
-_IN_TURN = _result("fragments_sync_in_turn_and_are_applied_after_the_delay")
+_IN_TURN = _result("fragments_sync_in_turn")
 _BEFORE_AND_AFTER = _result("steps_before_and_after_are_those_of_all_ranks")
 _RESUMED = _result("a_run_that_is_resumed_has_the_same_bits")
 _FAILS = _sync("a_sync_that_fails_changes_nothing")
@@ -129,9 +129,9 @@ MUTATIONS = (
     Mutation(
         name="local sgd: a sync is applied before all buckets are reduced",
         file=LOCAL_SGD,
-        within="LocalSGD._finish_sync",
-        old="assert sync is not None",
-        new=("assert sync is not None\nself._take(sync)"),
+        within="LocalSGD._sync",
+        old="interruption = sync.finish()\n",
+        new="self._apply(buckets)\ninterruption = sync.finish()\n",
         tests=_FAILS,
     ),
     Mutation(
@@ -153,7 +153,7 @@ MUTATIONS = (
     Mutation(
         name="local sgd: a rank that has not applied a sync goes on",
         file=LOCAL_SGD,
-        within="LocalSGD._finish_sync",
+        within="LocalSGD._sync",
         old="self._is_torn = True",
         new="self._is_torn = False",
         tests=_sync("a_sync_that_is_not_applied_ends_training"),
@@ -189,42 +189,6 @@ MUTATIONS = (
         old="self.reducer.steps_alone = False",
         new="",
         tests=_sync("a_reducer_that_is_detached_takes_its_syncs_along"),
-    ),
-    Mutation(
-        name="local sgd: a state under way is not saved",
-        file=LOCAL_SGD,
-        within="LocalSGD.state_dict",
-        old="sync.buckets",
-        new="[]",
-        tests=_RESUMED,
-    ),
-    Mutation(
-        name="local sgd: what is under way is applied twice as late after a resume",
-        file=LOCAL_SGD,
-        within="LocalSGD._load",
-        old=('for name, view in _named_views(buckets):\n    view.copy_(saved["mean"][name])'),
-        new=(
-            "for name, view in _named_views(buckets):\n"
-            '    view.copy_(saved["mean"][name])\n'
-            "standing = standing._replace(n_steps=standing.n_steps + 1)"
-        ),
-        tests=_RESUMED,
-    ),
-    Mutation(
-        name="diloco: nothing of what was learned beside a sync is kept",
-        file=LOCAL_SGD,
-        within="LocalSGD._take",
-        old="0.0 if is_now else _OWN_PART",
-        new="0.0",
-        tests=_IN_TURN,
-    ),
-    Mutation(
-        name="diloco: a sync is applied a step late",
-        file=LOCAL_SGD,
-        within="LocalSGD.count_step",
-        old="self.n_steps - self._under_way.standing.n_steps >= self._schedule.delay",
-        new="self.n_steps - self._under_way.standing.n_steps > self._schedule.delay",
-        tests=_IN_TURN,
     ),
     Mutation(
         name="diloco: the first fragment syncs every time",
@@ -275,14 +239,6 @@ MUTATIONS = (
         tests=_RESUMED,
     ),
     Mutation(
-        name="diloco: what was learned beside a sync counts as agreed on",
-        file=LOCAL_SGD,
-        within="LocalSGD._take",
-        old="if is_now:",
-        new="if True:",
-        tests=_IN_TURN,
-    ),
-    Mutation(
         name="diloco: fragments are of very different sizes",
         file=SCHEDULE,
         within="fragments_of",
@@ -305,16 +261,6 @@ MUTATIONS = (
         old="(Feature.LOCAL_STEPS, Feature.SKIP_NONFINITE)",
         new="(Feature.LOCAL_STEPS, Feature.ROUNDING)",
         tests=_sync("reducers_and_numbers_that_are_refused"),
-    ),
-    Mutation(
-        name="local sgd: a state is loaded over a sync under way",
-        file=LOCAL_SGD,
-        within="LocalSGD.load_state_dict",
-        old="interruption = self._wait_for(self._under_way)",
-        new="pass",
-        tests=(
-            "tests/optim/test_local_sgd.py::test_a_state_may_be_loaded_while_a_sync_is_under_way",
-        ),
     ),
     Mutation(
         name="local sgd: a loaded checkpoint does not mend what was torn",

@@ -48,13 +48,13 @@ class Alone:
     def pseudo_gradient(self, name):
         return torch.stack([self.outer[name] - p.detach() for p in self.own(name)]).mean(0)
 
-    def outer_step(self, mean, own_part=0.0, lr=0.7, momentum=0.9):
+    def outer_step(self, mean, lr=0.7, momentum=0.9):
         """Nesterov's, as torch.optim.SGD has it, for the parameters in `mean`."""
         for name, gradient in mean.items():
             self.momentum[name] = momentum * self.momentum[name] + gradient
             self.outer[name] = self.outer[name] - lr * (gradient + momentum * self.momentum[name])
             for p in self.own(name):
-                p.data.copy_(own_part * p + (1 - own_part) * self.outer[name])
+                p.data.copy_(self.outer[name])
 
     def sync(self, lr=1.0, momentum=0.0):
         """With lr 1 and no momentum: averages the parameters."""
@@ -104,33 +104,24 @@ def test_diloco_with_an_outer_sgd_of_1_averages_the_parameters(comm):
 
 
 @every_transport
-@pytest.mark.parametrize(
-    "every, fragments, delay", [(2, 1, 0), (3, 1, 2), (4, 2, 0), (4, 2, 1)], ids=str
-)
+@pytest.mark.parametrize("every, fragments", [(2, 1), (3, 1), (4, 2)], ids=str)
 @on_ranks(2)
-def test_fragments_sync_in_turn_and_are_applied_after_the_delay(comm, every, fragments, delay):
+def test_fragments_sync_in_turn(comm, every, fragments):
     model = mlp()
     alone = Alone(model, comm.world_size)
     optimizer = adamw(model)
     reducer = fastcomm.Reducer(comm, **SMALL_BUCKETS).attach(model)
-    syncs = fastcomm.DiLoCo(
-        reducer, torch.optim.SGD, every=every, fragments=fragments, delay=delay, **NESTEROV
-    )
+    syncs = fastcomm.DiLoCo(reducer, torch.optim.SGD, every=every, fragments=fragments, **NESTEROV)
     names = [[name for b in part for name in b.names] for part in syncs._fragments]
     assert sorted(sum(names, [])) == sorted(alone.outer) and all(names)
-    launched = {}
     for i in range(1, 11):
         alone.step(i)
         distance = every // fragments
         if i % distance == 0:
             turn = names[(i // distance - 1) % fragments]
-            launched[i + delay] = {name: alone.pseudo_gradient(name) for name in turn}
-        if i in launched:
-            alone.outer_step(launched.pop(i), 0.5 if delay else 0.0)
+            alone.outer_step({name: alone.pseudo_gradient(name) for name in turn})
         step(model, optimizer, comm.rank, i)
         assert_close(model, alone.models[comm.rank])
-    for mean in launched.values():
-        alone.outer_step(mean, 0.5)
     syncs.finish()
     reducer.check_in_sync()
 
@@ -247,7 +238,7 @@ def test_steps_before_and_after_are_those_of_all_ranks(comm):
 @every_transport
 @on_ranks(2)
 def test_a_run_that_is_resumed_has_the_same_bits(comm):
-    options = {"every": 4, "fragments": 2, "delay": 1, **NESTEROV}
+    options = {"every": 4, "fragments": 2, **NESTEROV}
 
     def begin():
         model = mlp()
@@ -257,9 +248,8 @@ def test_a_run_that_is_resumed_has_the_same_bits(comm):
     model, optimizer, syncs = begin()
     for i in range(1, 12):
         step(model, optimizer, comm.rank, i)
-        if i == 6:  # with a sync under way, and after others
+        if i == 6:  # of one fragment, after others
             saved = [copy.deepcopy(one.state_dict()) for one in (model, optimizer, syncs)]
-            assert saved[2]["under_way"] is not None
     syncs.finish()
     other, other_optimizer, other_syncs = begin()
     # as torch.distributed.checkpoint writes it
@@ -274,48 +264,21 @@ def test_a_run_that_is_resumed_has_the_same_bits(comm):
     assert other_syncs.n_syncs == syncs.n_syncs
 
 
-@every_transport
-@on_ranks(2)
-def test_a_state_may_be_loaded_while_a_sync_is_under_way(comm):
-    """Which ends first: its buckets are the next round's."""
-    model = mlp()
-    reducer = fastcomm.Reducer(comm).attach(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    syncs = fastcomm.DiLoCo(reducer, torch.optim.SGD, every=2, delay=1, **NESTEROV)
-    step(model, optimizer, comm.rank, 1)
-    syncs.sync()
-    in_sync = copy.deepcopy((model.state_dict(), syncs.state_dict()))
-    step(model, optimizer, comm.rank, 2)
-    assert all(bucket.is_launched for bucket in reducer.buckets)
-    model.load_state_dict(in_sync[0])
-    syncs.load_state_dict(in_sync[1])
-    syncs.finish()  # finds nothing to sync
-    assert not any(bucket.is_launched for bucket in reducer.buckets)
-    optimizer.zero_grad()
-    expected = mean_gradients(model, 2, lambda replica, rank: backward(replica, rank, 3))
-    backward(model, comm.rank, 3)
-    assert_gradients(model, expected)
-    optimizer.step()
-    reducer.check_in_sync()
-
-
 class _EarlyStop(Exception):
     pass
 
 
-@pytest.mark.parametrize("is_delayed", [False, True])
 @on_ranks(2)
-def test_an_exception_that_leaves_the_block_ends_it(comm, is_delayed):
+def test_an_exception_that_leaves_the_block_ends_it(comm):
     """Caught outside by all ranks, whose parameters differ by then."""
     model = mlp()
     reducer = fastcomm.Reducer(comm).attach(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    options = {"every": 2, "delay": 1, **NESTEROV} if is_delayed else {"every": 2, **NESTEROV}
     with (
         pytest.raises(_EarlyStop),
-        fastcomm.DiLoCo(reducer, torch.optim.SGD, **options) as syncs,
+        fastcomm.DiLoCo(reducer, torch.optim.SGD, every=2, **NESTEROV) as syncs,
     ):
-        for i in (1, 2, 3)[: 2 if is_delayed else 3]:
+        for i in (1, 2, 3):
             step(model, optimizer, comm.rank, i)
         raise _EarlyStop
     assert not syncs.is_on

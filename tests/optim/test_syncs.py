@@ -227,8 +227,6 @@ def test_reducers_and_numbers_that_are_refused(comm):
     refused("every must be an int", error=TypeError, kind=local, every=1.5)
     refused("every must be a multiple of fragments", fragments=3)
     refused("4 fragments need as many buckets, and the reducer has 1", fragments=4)
-    refused("delay must be less than every / fragments, .* from 0 to 3; got 4", delay=4)
-    refused("delay must be an int", error=TypeError, delay=0.5)
     refused("use op mean; got sum", kind=local, reducer={"op": "sum"})
     refused("skip_nonfinite=True looks at reduced", reducer={"skip_nonfinite": True})
     refused("would round the parameters", kind=local, reducer={"wire_dtype": torch.bfloat16})
@@ -477,10 +475,10 @@ def test_a_reducer_that_is_detached_takes_its_syncs_along(comm):
     model = mlp()
     reducer = fastcomm.Reducer(comm).attach(model)
     optimizer = adamw(model)
-    syncs = fastcomm.DiLoCo(reducer, torch.optim.SGD, every=2, delay=1, **NESTEROV)
+    syncs = fastcomm.DiLoCo(reducer, torch.optim.SGD, every=2, **NESTEROV)
     for i in range(2):
         step(model, optimizer, comm.rank, i)
-    reducer.detach()  # with a sync under way
+    reducer.detach()
     with pytest.raises(FastcommError, match="has ended"):
         syncs.sync()
     reducer.attach(model)
@@ -534,29 +532,27 @@ def interrupted(kind, method, after=False):
 
 
 @every_transport
-@pytest.mark.parametrize("delay", [0, 1])
 @pytest.mark.parametrize(
     "where",
     [(Round, "commit", True), (Sync, "_difference"), (Bucket, "finish")],
     ids=["launched", "comparing", "waiting"],
 )
 @on_ranks(2)
-def test_an_interrupted_sync_is_applied_all_the_same(comm, where, delay):
+def test_an_interrupted_sync_is_applied_all_the_same(comm, where):
     model = mlp()
     reducer = fastcomm.Reducer(comm, **SMALL_BUCKETS).attach(model)
     optimizer = adamw(model)
-    is_dropped = where[0] is Sync and not delay  # nothing was launched yet
-    with fastcomm.DiLoCo(reducer, torch.optim.SGD, every=2, delay=delay, **NESTEROV) as syncs:
+    is_dropped = where[0] is Sync  # nothing was launched yet
+    with fastcomm.DiLoCo(reducer, torch.optim.SGD, every=2, **NESTEROV) as syncs:
         step(model, optimizer, comm.rank, 0)
         n_interruptions = 0
         with interrupted(*where) if comm.rank else contextlib.nullcontext():
-            for i in range(1, 2 + delay):
-                try:
-                    step(model, optimizer, comm.rank, i)
-                except Interrupted:
-                    n_interruptions += 1
-                except AbandonedError:
-                    assert is_dropped and comm.rank == 0
+            try:
+                step(model, optimizer, comm.rank, 1)
+            except Interrupted:
+                n_interruptions += 1
+            except AbandonedError:
+                assert is_dropped and comm.rank == 0
         assert n_interruptions == comm.rank
         assert syncs.n_syncs == 1 - is_dropped
     reducer.check_in_sync()

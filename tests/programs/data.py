@@ -50,8 +50,8 @@ class Model(_Compact):
 
 @dataclass(frozen=True, repr=False)
 class Options(_Compact):
-    """Of a Reducer. cap: bucket_cap_mb. is_named: attach() gets named parameters. skips_nonfinite: it looks for infinities
-    and NaNs, of which there are none."""
+    """Of a Reducer. cap: bucket_cap_mb. is_named: attach() gets named parameters.
+    skips_nonfinite: it looks for infinities and NaNs, of which there are none."""
 
     cap: float = 25
     overlap: bool = True
