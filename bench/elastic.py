@@ -1,6 +1,6 @@
 """Steps that a training keeps while it loses ranks: every so often one of them is killed, and
-another process comes in its place. Beside it stands the same training undisturbed; the same with a
-ShardedOptimizer; and, where torchft is installed, the same script over torchft.
+another process comes in its place. Beside it stands the same training undisturbed; and, where
+torchft is installed, the same script over torchft.
 
     python -m fastcomm bench elastic                      4 ranks, 2 minutes each, a kill every 15 s
     python -m fastcomm bench elastic --seconds 600 --json elastic.json
@@ -105,8 +105,6 @@ def started_at(pid: int) -> str:
 def train(task: Task) -> None:
     model, optimizer = new_model()  # before init(), from which on the others wait for it
     reducer = fastcomm.Reducer(fastcomm.init(timeout=PATIENCE)).attach(model)
-    if task.way == "sharded":
-        optimizer = fastcomm.ShardedOptimizer(reducer, type(optimizer), **optimizer.defaults)
     task.start()
     sizes = Sizes()
 
@@ -173,11 +171,10 @@ def serve_lighthouse(task: Task) -> None:
     signal.pause()
 
 
-OWN_WAYS = ("fastcomm", "sharded")
-WAYS = (*OWN_WAYS, "torchft")
+WAYS = ("fastcomm", "torchft")
 HAS_TORCHFT = importlib.util.find_spec("torchft") is not None
 AS_RANK = {
-    **dict.fromkeys(OWN_WAYS, train),
+    "fastcomm": train,
     "torchft": train_with_torchft,
     "lighthouse": serve_lighthouse,
 }
@@ -215,7 +212,7 @@ class Run:
         return list(Path(self.task.folder).glob(pattern))
 
     def _start(self) -> None:
-        if self.task.way in OWN_WAYS:
+        if self.task.way == "fastcomm":
             ranks = ["--ranks", str(self.task.ranks), "--threads", "1", "--replace", "1000"]
             self._open([sys.executable, "-m", "fastcomm", "run", *ranks], self.task, os.environ)
             return
@@ -290,7 +287,7 @@ def main() -> int:
     rows = [row_of(way, done[way, 0.0], done[way, options.kill_every]) for way in ways]
     print_rows(rows, options)
     report.write_results("elastic", {"rows": rows}, options)
-    own = [one for (way, _), one in done.items() if way in OWN_WAYS]
+    own = [one for (way, _), one in done.items() if way == "fastcomm"]
     return report_wrong(own) if own else 0
 
 
@@ -310,7 +307,7 @@ def parse_options() -> argparse.Namespace:
         "--ways",
         nargs="+",
         choices=WAYS,
-        default=[*OWN_WAYS, *(["torchft"] * HAS_TORCHFT)],
+        default=WAYS if HAS_TORCHFT else ["fastcomm"],
         metavar="WAY",
         help=f"of {', '.join(WAYS)} (all; torchft if it is installed)",
     )

@@ -39,8 +39,7 @@ gradient here has: what is compared is the norm. "audited" is fastcomm with an a
 
 "sharded" is fastcomm.ShardedOptimizer: each rank steps its shard, and its step is set beside the
 local one, which steps everything. Printed with it: the bytes of optimizer state of each rank. In
-"shared" all ranks have one copy of the parameters (share_parameters=True). In "copied" each rank's
-shards have a copy on another rank, as in reducer.elastic(); its step is set beside "sharded".
+"shared" all ranks have one copy of the parameters (share_parameters=True).
 """
 
 from __future__ import annotations
@@ -83,7 +82,7 @@ WORDS = {
     "clipped_by_torch": "with torch's clipping",
     "audited": "with an audit",
 }
-SHARDED_WAYS = ("sharded", "shared", "copied")
+SHARDED_WAYS = ("sharded", "shared")
 WAYS = ("local", "fastcomm", *WORDS, *SHARDED_WAYS, "ddp", "ddp_views")
 NARROW_WAYS = ("fastcomm_bf16", "ddp_bf16", "fastcomm_int8")  # over NCCL
 # What a way gives to its reducer, and to DDP.
@@ -100,7 +99,7 @@ WRAPPED: dict[str, dict[str, Any]] = {
 }
 MAX_NORM = 1e9  # that no gradient here has: nothing is scaled
 # Ways whose step is set beside another's, and the other.
-BESIDE = {"sharded": "local", "copied": "sharded", **dict.fromkeys(WORDS, "fastcomm")}
+BESIDE = {"sharded": "local", **dict.fromkeys(WORDS, "fastcomm")}
 USUAL_WAYS = ("local", "fastcomm", "ddp", "ddp_views")
 
 
@@ -276,12 +275,8 @@ def make_optimizer(
 ) -> torch.optim.Optimizer:
     kind, defaults = OPTIMIZERS[name]
     if way in SHARDED_WAYS:
-        sharded = fastcomm.ShardedOptimizer(
-            reducer, kind, share_parameters=way == "shared", **defaults
-        )
-        if way == "copied":
-            sharded.keep_copies()
-        return sharded
+        is_shared = way == "shared"
+        return fastcomm.ShardedOptimizer(reducer, kind, share_parameters=is_shared, **defaults)
     optimizer: torch.optim.Optimizer = kind(model.parameters(), **defaults)
     if way in ("clipped", "clipped_by_torch"):
         clip_before(optimizer, reducer if way == "clipped" else None)
@@ -368,9 +363,6 @@ def print_result(result: dict[str, Any]) -> None:
             f"optimizer's state on this rank {state['sharded']:.0f} MB of {state['local']:.0f} MB",
             flush=True,
         )
-    if "copied_over_sharded" in result:
-        share = result["copied_over_sharded"]
-        print(f"  with copies on other ranks it takes {share:.3f} of that", flush=True)
 
 
 def print_bars(results: dict[str, dict[str, Any]]) -> None:

@@ -34,7 +34,6 @@ LOOKS = {
     "clipped_by_torch": ("clipped by torch", "tab:gray", "-"),
     "sharded": ("sharded optimizer", "tab:green", "-"),
     "shared": ("and one copy\nof the parameters", "tab:olive", "-"),
-    "copied": ("and a copy of shards\non another rank", "tab:brown", "-"),
     "ddp": ("DDP", "tab:orange", "-"),
     "ddp_views": ("DDP, bucket views", "bisque", "-"),
     "ddp_bf16": ("DDP, bfloat16", "peru", "-"),

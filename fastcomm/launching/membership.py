@@ -278,7 +278,6 @@ class Membership(Fixed):
     """Which processes the ranks of a communicator are, and how the remaining ones meet anew.
 
     is_rebuilt: its ranks have met anew.
-    number: of their meeting, the same on all ranks, which grows.
     is_new: this process has come since the ranks met first, and has not caught up with the others.
     """
 
@@ -298,7 +297,6 @@ class Membership(Fixed):
         neighbours = [rank for rank, one in enumerate(meeting.members) if one.host == here]
         super().__init__(bootstrap, connect, parts, neighbours)
         self._point, self._meeting = point, meeting
-        self.number = meeting.number
         self._newest: _Newest | None = None  # once another has followed
         self._of_older: Callable[[], _Newest | None] = lambda: None
         self.is_rebuilt = meeting.number > 0

@@ -74,7 +74,7 @@ def gather(
                     state.setdefault(key, value)
                     continue
                 if key not in state:
-                    state[key] = empty_like(part.parameter, value.dtype)
+                    state[key] = _empty_like(part.parameter, value.dtype)
                 target = in_memory_order(state[key])[begin:end]
                 slices[rank].append(target)
                 if rank == comm.rank and part.piece is not None:
@@ -168,8 +168,8 @@ def cut(parameter: Parameter, piece: Piece, whole: State) -> State:
     for key, value in whole.items():
         if isinstance(value, TensorShard):
             mine[key] = value.to_local()
-        elif is_cut(key, value, parameter):
-            mine[key] = empty_like(piece.parameter, value.dtype)
+        elif _is_cut(key, value, parameter):
+            mine[key] = _empty_like(piece.parameter, value.dtype)
             in_memory_order(mine[key]).copy_(_flat(value, parameter)[piece.begin : piece.end])
         else:
             mine[key] = value.clone() if isinstance(value, Tensor) else value
@@ -373,16 +373,16 @@ def _describe(piece: Piece | None, states: Mapping[Tensor, State]) -> State:
     if piece is None:
         return {}
     return {
-        key: _Cut(value.dtype) if is_cut(key, value, piece.parameter) else value
+        key: _Cut(value.dtype) if _is_cut(key, value, piece.parameter) else value
         for key, value in states.get(piece.parameter, {}).items()
     }
 
 
-def is_cut(key: str, value: object, parameter: Tensor) -> bool:
+def _is_cut(key: str, value: object, parameter: Tensor) -> bool:
     return key != _NEVER_CUT and isinstance(value, Tensor) and value.shape == parameter.shape
 
 
-def empty_like(parameter: Tensor, dtype: torch.dtype) -> Tensor:
+def _empty_like(parameter: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.empty_strided(
         parameter.size(), strides_of(parameter), dtype=dtype, device=parameter.device
     )
@@ -390,7 +390,7 @@ def empty_like(parameter: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _flat(tensor: Tensor, parameter: Tensor) -> Tensor:
     """The elements in the order in which the parameter's lie."""
-    return in_memory_order(empty_like(parameter, tensor.dtype).copy_(tensor))
+    return in_memory_order(_empty_like(parameter, tensor.dtype).copy_(tensor))
 
 
 def options_of(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -23,7 +23,6 @@ from fastcomm.errors import FastcommError, MismatchError
 from fastcomm.insight.phases import OPTIMIZER, OTHER, WAITING
 from fastcomm.optim import checkpoints, param_groups, shardable
 from fastcomm.optim.checkpoints import Part, options_of, pieces_of
-from fastcomm.optim.shard_copies import Kept, ShardCopies
 from fastcomm.reducer import validation
 from fastcomm.reducer.bucket import Bucket
 from fastcomm.reducer.features import shards, torch_helpers
@@ -103,23 +102,12 @@ class ShardedOptimizer(Optimizer):
         self._whole: dict[Any, checkpoints.State] = dict(plain.state)
         self._parts: dict[Parameter, Part] = {}
         self._buckets: Sequence[Bucket] = []
-        self._copies: ShardCopies | None = None  # in elastic()
-        self.n_rounds_counted = 0  # of the reducer, when the last step counted
         torch_helpers.refuse_clipping(_is_held)
-        self._take_over(ShardCopies())
-
-    def _take_over(self, copies: ShardCopies) -> None:
-        """Lets the reducer shard its buckets. After a rebuild() the ranks first put together the
-        last step that counted; a new process has no copies of it, and gets it. Collective.
-        """
-        reducer = self.reducer
         former = reducer.find(ShardedBy)
         if former is not None:  # of an optimizer that is gone
             reducer.remove(former)
         sharded_by = reducer.install(ShardedBy(self))
         try:
-            if self.comm.membership is not None and self.comm.membership.is_rebuilt:
-                self._whole |= copies.put_together(self.comm, self._parameters())
             reducer.refresh()
         except BaseException:
             reducer.remove(sharded_by)  # of what is half made
@@ -147,7 +135,6 @@ class ShardedOptimizer(Optimizer):
             param_groups.refuse_shared_memory([*reducer.named_parameters(), *buffers])
             described |= param_groups.places(plain.param_groups, reducer.named_parameters())
             described |= param_groups.options(plain.param_groups)
-        self._made_as = described
         return plain
 
     def __repr__(self) -> str:
@@ -225,12 +212,7 @@ class ShardedOptimizer(Optimizer):
         if self._buckets:
             parameters, whole = self._parameters(), self._full_state("refresh()")
             self._whole |= {parameters[i]: state for i, state in whole.items()}
-        self._let_go()
-
-    def _let_go(self) -> None:
-        """Drops what the buckets have. The state is not mixed any more: places_at_refresh() has
-        refused one, or the copies replace it.
-        """
+        # places_at_refresh() has refused a state that is mixed
         self._buckets, self._parts, self._is_mixed = [], {}, False
         for group in self._inner.param_groups:
             group["params"] = []  # whose memory goes with the buckets
@@ -248,7 +230,6 @@ class ShardedOptimizer(Optimizer):
         self._use(inner)
         self._barrier = shards.StepBarrier(self.comm)
         self.comm.barrier()  # as at the end of attach(): the state may be used on any stream
-        self._copy()
 
     def _parts_in(self, buckets: Sequence[Bucket]) -> dict[Parameter, Part]:
         known, parts = set(self._parameters()), {}
@@ -332,12 +313,9 @@ class ShardedOptimizer(Optimizer):
             self._step_pieces()
             self.reducer.phases.enter(WAITING)
             self._spread()
-            self._copy()
             self.reducer.phases.enter(OTHER)
         except BaseException as error:
             self.reducer.phases.enter(OTHER)
-            if self.reducer.outlives_step(error):
-                return loss
             self._leave(error)
             raise
         self.is_torn = self._is_mixed = False
@@ -400,63 +378,6 @@ class ShardedOptimizer(Optimizer):
     def comm(self) -> Transport:
         """The reducer's."""
         return self.reducer.comm
-
-    # -- in elastic() ------------------------------------------------------------------------------
-
-    @property
-    def options(self) -> GroupOptions:
-        """For the reducer: what a scheduler changes, apart from the state."""
-        return GroupOptions(self)
-
-    def keep_copies(self) -> None:
-        """For the reducer: from now on a step counts once each rank's shards have a copy on
-        another rank. Collective.
-        """
-        self._copies = self._copies or ShardCopies()
-        self._copy()
-
-    def drop_copies(self) -> None:
-        """For the reducer: the loop of elastic() has ended."""
-        self._copies = None
-
-    def _copy(self) -> None:
-        """The step counts when this returns. Collective in elastic(); else there are no copies."""
-        if self._copies is not None:
-            self._copies.keep(self.comm, self._kept())
-            self.n_rounds_counted = self.reducer.n_rounds
-
-    def _kept(self) -> list[Kept]:
-        """This rank's pieces; on rank 0 also what all ranks have alike, of frozen parameters."""
-        pieces = pieces_of(self._parts, self._parameters())
-        kept = []
-        for i, parameter in enumerate(self._parameters()):
-            piece = pieces.get(parameter)
-            if piece is not None:
-                state = self._inner.state.get(piece.parameter, {})
-                kept.append(Kept(i, piece.begin, piece.end, piece.parameter, state))
-            elif parameter in self._whole and self.comm.rank == 0:
-                kept.append(Kept(i, 0, parameter.numel(), parameter, self._whole[parameter]))
-        return kept
-
-    def stand_aside(self) -> None:
-        """For the reducer: a rank is lost. Lets go of the buckets, and keeps the copies."""
-        self._let_go()
-        sharded_by = self.reducer.find(ShardedBy)
-        if sharded_by is not None:
-            self.reducer.remove(sharded_by)
-        self.reducer.steps.n = 0  # the number of rounds says how far this rank has come
-
-    def come_back(self) -> None:
-        """For the reducer: the ranks have met anew. Takes part where new processes make their
-        optimizers, and puts together the last step that counted. Collective.
-        """
-        # with the options that it had then, as a new process has them now
-        validation.compare(self.comm, None, self._made_as | self._places(), _MAKING)
-        copies, self._copies = self._copies, None  # keep_copies() makes the next ones
-        try:
-            self._take_over(copies or ShardCopies())
-        finally:
-            self._copies = copies
 
     # -- checkpoints -------------------------------------------------------------------------------
 
@@ -554,7 +475,6 @@ class ShardedOptimizer(Optimizer):
         for mine, theirs in zip(self.param_groups, groups, strict=True):
             mine.update(options_of(theirs))
         self._use(inner)
-        self._copy()  # else a rank that is lost in the next step would bring back the former state
 
     def _loaded(
         self, saved: checkpoints.Saved
@@ -575,20 +495,6 @@ class ShardedOptimizer(Optimizer):
         inner.load_state_dict({"state": mine, "param_groups": packed})
         whole = {p: copy.deepcopy(s) for p, s in saved.states.items() if p not in self._parts}
         return groups, inner, whole
-
-
-class GroupOptions:
-    """The options of an optimizer's groups, which can be saved and loaded without its state."""
-
-    def __init__(self, optimizer: Optimizer) -> None:
-        self._groups = optimizer.param_groups
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"param_groups": [options_of(group) for group in self._groups]}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        for group, options in zip(self._groups, state_dict["param_groups"], strict=True):
-            group.update(options)
 
 
 def _shard_of(bucket: Bucket) -> BucketShard:

@@ -11,7 +11,6 @@ DistributedDataParallel, the departure is said in a comment.
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
 import weakref
 import zlib
@@ -432,8 +431,7 @@ class Reducer(ReducerFlags):
     def _follow(self, successor: Transport) -> None:
         """Reduce over the ranks that have met anew. Collective: new processes call attach()."""
         model = self.attached_model()
-        for feature in (Feature.REFRESH, Feature.REBUILD):
-            check(feature, self.features())
+        check(Feature.REBUILD, self.features())
         if self.round is not None:
             self.round.abort()
         self.drop_step()
@@ -531,6 +529,8 @@ class Reducer(ReducerFlags):
             present[Feature.MEASURING] = AUTO
         if is_joining(self.comm):
             present[Feature.JOIN] = "join()"
+        if self.find(Elastic) or self.find(Behind):
+            present[Feature.REBUILD] = "elastic()"
         return present
 
     # -- one round ---------------------------------------------------------------------------------
@@ -726,18 +726,6 @@ class Reducer(ReducerFlags):
         has_failed = self.comm.failure is not None
         return has_failed and any(extension.outlives(error) for extension in self.extensions)
 
-    def outlives_step(self, error: BaseException) -> bool:
-        """For the reducer: in elastic(), return whether training goes on after this error in the
-        step of a ShardedOptimizer, or in a norm before it. If so, the step is dropped, and the
-        ranks meet anew at the next batch.
-        """
-        elastic = self.find(Elastic)
-        if elastic is None or not isinstance(error, FastcommError) or not elastic.outlives(error):
-            return False
-        elastic.undo_round(self, error)
-        self.drop_step()
-        return True
-
     def _backward_was_dropped(self) -> None:
         """Called by autograd while an exception propagates, where nothing may be raised: the next
         call raises what goes wrong here.
@@ -897,14 +885,11 @@ class Reducer(ReducerFlags):
 
         An error of a collective of the caller's own in the loop is raised as ever.
 
-        With a ShardedOptimizer, step() also copies each rank's shards to another rank. If both are
-        lost at once, the others get FastcommError. A new process attaches all its models before it
-        makes its optimizers.
-
-        Raises ValueError for reducers with LocalSGD or DiLoCo, and inside join(); TypeError for a
-        state without state_dict() and load_state_dict(); FastcommError for ranks of a
-        torch.distributed group, and inside another such loop. While it runs: FastcommError where an
-        optimizer keeps state that was not given; as comm.rebuild() and refresh().
+        Raises ValueError for reducers with a ShardedOptimizer, LocalSGD or DiLoCo, and inside
+        join(); TypeError for a state without state_dict() and load_state_dict(); FastcommError for
+        ranks of a torch.distributed group, and inside another such loop. While it runs:
+        FastcommError where an optimizer keeps state that was not given; as comm.rebuild() and
+        refresh().
         """
         return elastic(self, iter(batches), list(state))
 
@@ -1060,7 +1045,7 @@ class Reducer(ReducerFlags):
         past torch (.data, NumPy) are noticed if they change all of a gradient.
         """
         self._require_all_reduced()
-        return self._measure(lambda: statistics.norm(self.buckets, self.comm))
+        return statistics.norm(self.buckets, self.comm)
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scales the gradients so that their norm is at most `max_norm`. Returns the norm before,
@@ -1074,24 +1059,14 @@ class Reducer(ReducerFlags):
         self._require_all_reduced()
         if math.isfinite(max_norm) and not self.skipped and not self.steps_alone:
             self.steps.record += zlib.crc32(f"clip {float(max_norm)}".encode())
-        return self._measure(lambda: statistics.clip_(self.buckets, max_norm, self.comm))
+        return statistics.clip_(self.buckets, max_norm, self.comm)
 
     def nonfinite_count(self) -> Tensor:
         """How many elements of the reduced gradients are infinite or NaN: an int64 scalar tensor,
         equal on all ranks. Of a complex element, each part counts. Raises as grad_norm().
         """
         self._require_all_reduced()
-        count = functools.partial(statistics.nonfinite_count, self.buckets, self.comm)
-        return self._measure(count, torch.int64)
-
-    def _measure(self, measure: Callable[[], Tensor], dtype: torch.dtype = torch.float32) -> Tensor:
-        """What it returns; zero where a rank is lost meanwhile, and the others drop the step."""
-        try:
-            return measure()
-        except FastcommError as error:
-            if not self.outlives_step(error):
-                raise
-            return torch.zeros((), dtype=dtype, device=self.comm.device)
+        return statistics.nonfinite_count(self.buckets, self.comm)
 
     def sync_buffers(self, src: int = 0) -> None:
         """Copies rank `src`'s buffers (batch-norm statistics) to the others. Collective. Raises

@@ -12,9 +12,6 @@ LOOP = "tests/reducer/features/test_elastic.py::test_"
 TOO_LATE = f"{REBUILD}a_rank_that_comes_too_late_joins_the_next_meeting"
 WHILE_MEETING = f"{REBUILD}a_rank_may_be_lost_while_they_meet"
 MISSED = f"{LOOP}a_rank_that_has_missed_a_step_gets_it_from_one_that_has_not"
-COPIES = "fastcomm/optim/shard_copies.py"
-SHARDED = "tests/optim/test_sharded_elastic.py::test_"
-LAST_COUNTED = f"{SHARDED}the_ranks_that_are_left_go_on_from_the_last_step_that_counted"
 TAKEN_IN = f"{LOOP}a_process_in_place_of_a_lost_one_gets_all_that_the_others_have"
 
 MUTATIONS = (
@@ -172,61 +169,5 @@ MUTATIONS = (
         old="raised is not None and raised.is_lost and not is_new",
         new="False",
         tests=("tests/launching/test_runner.py",),
-    ),
-    Mutation(
-        name="shard copies: the step before is forgotten before the next one counts",
-        file=COPIES,
-        within="ShardCopies.keep",
-        old="moment = self._begin(comm, [Contents.of(one) for one in kept])",
-        new="moment = self._begin(comm, [Contents.of(one) for one in kept]); self._held.clear()",
-        tests=(LAST_COUNTED,),
-    ),
-    Mutation(
-        name="shard copies: memory of the last step's copies is used for the next ones",
-        file=COPIES,
-        within="ShardCopies.keep",
-        old="[copy for (when, _), copy in self._held.items() if when != moment]",
-        new="list(self._held.values())",
-        tests=(LAST_COUNTED,),
-    ),
-    Mutation(
-        name="shard copies: the first step that counts for a rank is what they go on from",
-        file=COPIES,
-        within="ShardCopies.put_together",
-        old="max",
-        new="min",
-        tests=(f"{SHARDED}a_step_that_counts_on_one_rank_counts_on_all",),
-    ),
-    Mutation(
-        name="shard copies: the parameters stay what they are",
-        file=COPIES,
-        within="_unpack",
-        old="in_memory_order(parameter)[one.begin : one.end].copy_(segment)",
-        new="pass",
-        tests=(LAST_COUNTED,),
-    ),
-    Mutation(
-        name="shard copies: the state of a frozen parameter has no copy",
-        file="fastcomm/optim/sharded.py",
-        within="ShardedOptimizer._kept",
-        old="self.comm.rank == 0",
-        new="False",
-        tests=(f"{SHARDED}a_new_process_gets_the_state_of_a_frozen_parameter",),
-    ),
-    Mutation(
-        name="elastic: a round whose step has not counted is not made again",
-        file=ELASTIC,
-        within="Elastic.undo_round",
-        old="reducer.n_rounds = max(self._n_before[reducer], n_made)",
-        new="pass",
-        tests=(LAST_COUNTED,),
-    ),
-    Mutation(
-        name="elastic: a scheduler's learning rate does not reach new processes",
-        file=ELASTIC,
-        within="_loadable",
-        old="options.get(id(one), one)",
-        new="one",
-        tests=(f"{SHARDED}a_process_in_place_of_a_lost_one_gets_all_that_the_others_have",),
     ),
 )

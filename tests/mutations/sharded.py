@@ -276,7 +276,7 @@ MUTATIONS = (
     Mutation(
         name="sharded: an optimizer that was not made holds the reducer",
         file=SHARDED,
-        within="ShardedOptimizer._take_over",
+        within="ShardedOptimizer.__init__",
         old="reducer.remove(sharded_by)",
         new="",
         tests=_failures("an_optimizer_that_could_not_be_made_holds_nothing"),
@@ -317,7 +317,7 @@ MUTATIONS = (
         name="sharded: the state is cut in the order of indices, not of memory",
         file=CHECKPOINTS,
         within="_flat",
-        old="in_memory_order(empty_like(parameter, tensor.dtype).copy_(tensor))",
+        old="in_memory_order(_empty_like(parameter, tensor.dtype).copy_(tensor))",
         new="tensor.reshape(-1)",
         tests=_state("the_full_state_is_the_plain_optimizers"),
     ),

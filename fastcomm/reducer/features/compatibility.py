@@ -27,7 +27,6 @@ class Feature(enum.Enum):
     JOIN = "join()"
     WEIGHTS = "set_weight()"
     REBUILD = "rebuild(), elastic()"
-    REFRESH = "refresh() after rebuild()"
 
 
 # The features that are there, and of each a word for messages: the op, a parameter, a class.
@@ -104,10 +103,10 @@ REFUSALS: dict[tuple[Feature, Feature], str] = {
         "wire_dtype {} would round the parameters that LocalSGD averages: leave it out, or send "
         "differences, by DiLoCo(reducer, torch.optim.SGD, every=..., lr=1.0)"
     ),
-    (Feature.REFRESH, Feature.SHARDED): (
-        "the shards of a lost rank are gone: a ShardedOptimizer keeps copies only in a loop of "
-        "elastic() that began after the optimizer was made. Use that loop, or load a checkpoint "
-        "after a loss"
+    (Feature.REBUILD, Feature.SHARDED): (
+        "a ShardedOptimizer cannot go on with the remaining ranks, as a lost rank's shards are "
+        "gone: use the plain optimizer, or make a Reducer and a ShardedOptimizer on every rank "
+        "after a loss, and load a checkpoint"
     ),
     (Feature.REBUILD, Feature.LOCAL_STEPS): (
         "ranks under {} have parameters of their own between two syncs, and none can go on with "
@@ -123,6 +122,11 @@ REFUSALS: dict[tuple[Feature, Feature], str] = {
     (Feature.SHARDED, Feature.SHARDED): (
         "the reducer has a ShardedOptimizer already: give that one more groups, or call detach() "
         "and attach(model) first"
+    ),
+    (Feature.SHARDED, Feature.REBUILD): (
+        "a ShardedOptimizer takes no part in elastic(), as a lost rank's shards are gone: use the "
+        "plain optimizer there. After rebuild() call catch_up(reducer) before you make it, and "
+        "load a checkpoint after that"
     ),
     (Feature.SHARDED, Feature.LOCAL_STEPS): (
         "a ShardedOptimizer needs reduced gradients, and the reducer's {} lets each rank step with "

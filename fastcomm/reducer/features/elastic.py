@@ -32,7 +32,6 @@ from fastcomm.reducer.owners import reducers_on
 from fastcomm.reducer.round import Round, State
 
 if TYPE_CHECKING:
-    from fastcomm.reducer.features.sharded_by import Stepper
     from fastcomm.reducer.reducer import Reducer
 
 T = TypeVar("T")
@@ -125,21 +124,10 @@ def _catch_up(reducers: Sequence[Reducer], states: Sequence[Stateful]) -> None:
             "it all optimizers, schedulers and scalers, or give them to elastic(state=[...])"
         )
     is_behind = by_rank[comm.rank] != by_rank[src]
-    load_states(comm, _loadable(reducers, states), src, "catch_up()", is_behind=is_behind)
+    load_states(comm, states, src, "catch_up()", is_behind=is_behind)
     for reducer, behind in apart:
         reducer.remove(behind)
     comm.membership.has_caught_up()
-
-
-def _loadable(reducers: Sequence[Reducer], states: Sequence[Stateful]) -> list[Stateful]:
-    """Replaces a ShardedOptimizer by its options: the ranks have put its state together already."""
-    options = {id(stepper): stepper.options for stepper in _steppers_of(reducers)}
-    return [options.get(id(one), one) for one in states]
-
-
-def _steppers_of(reducers: Sequence[Reducer]) -> list[Stepper]:
-    steppers = [one.stepper() for one in reducers]
-    return [one for one in steppers if one is not None]
 
 
 # ---- the loop ------------------------------------------------------------------------------------
@@ -165,12 +153,9 @@ class Elastic(RoundExtension):
 
     def __init__(self, reducers: list[Reducer], state: Sequence[Stateful]) -> None:
         self._reducers, self._state = reducers, state
-        self._steppers = _steppers_of(reducers)
         self._taken: list[Any] = []  # the batches of the step under way
         self._again: list[Any] = []  # those of a step that was dropped
-        self._n_before: dict[Reducer, int] = {}  # n_rounds when the step under way began
         self.outlived: FastcommError | None = None  # why the step under way is dropped
-        self._must_meet = False  # some ranks may have made a step that others have dropped
         self._last_look = 0.0
 
     @property
@@ -195,8 +180,6 @@ class Elastic(RoundExtension):
         finally:
             for one in self._reducers:
                 one.remove(self)
-            for stepper in self._steppers:
-                stepper.drop_copies()
 
     def _batches(self, batches: Iterator[T]) -> Iterator[T]:
         fresh: list[T] = []
@@ -213,10 +196,9 @@ class Elastic(RoundExtension):
                 continue
             if not have_all:
                 return
-            self._n_before = {one: one.n_rounds for one in self._reducers}
             self._taken.append(coming.pop(0))
             yield self._taken[-1]
-            if self._must_meet or (self.outlived is not None and self._comm.failure is not None):
+            if self.outlived is not None and self._comm.failure is not None:
                 self._go_on()
             self.outlived = None
 
@@ -268,15 +250,6 @@ class Elastic(RoundExtension):
             self._take_again()
             self.outlived = self.outlived or round.outlived
 
-    def undo_round(self, reducer: Reducer, error: FastcommError) -> None:
-        """Drops a step whose gradients are reduced, as not all ranks can make it."""
-        self._take_again()
-        self.outlived = self.outlived or error.with_traceback(None)
-        self._must_meet = True
-        stepper = reducer.stepper()
-        n_made = 0 if stepper is None else stepper.n_rounds_counted  # a step before this one
-        reducer.n_rounds = max(self._n_before[reducer], n_made)
-
     def _take_again(self) -> None:
         """The step under way is dropped: its batches come again."""
         self._again, self._taken = self._taken + self._again, []
@@ -284,29 +257,19 @@ class Elastic(RoundExtension):
     def _begin(self) -> None:
         """Ranks that have met anew before the loop become equal now."""
         try:
-            self._become_equal()
+            _catch_up(self._reducers, self._state)
         except _OUTLIVED:  # another was lost meanwhile
             self._go_on()
 
     def _go_on(self) -> None:
         """Brings the ranks together anew, and makes them equal. What was accumulated is gone."""
         self._take_again()
-        self._must_meet = False
         while True:
-            for stepper in self._steppers:
-                stepper.stand_aside()
             self._comm.rebuild()
             try:
                 for one in self._reducers:
                     one.refresh()
-                for stepper in self._steppers:
-                    stepper.come_back()
-                self._become_equal()
+                _catch_up(self._reducers, self._state)
                 return
             except _OUTLIVED:  # another was lost meanwhile
                 continue
-
-    def _become_equal(self) -> None:
-        _catch_up(self._reducers, self._state)
-        for stepper in self._steppers:
-            stepper.keep_copies()

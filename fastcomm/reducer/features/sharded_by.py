@@ -13,7 +13,6 @@ from fastcomm.reducer.features.shards import Sharding
 from fastcomm.reducer.round import Round, State
 
 if TYPE_CHECKING:
-    from fastcomm.reducer.features.progress import Stateful
     from fastcomm.reducer.reducer import Reducer
 
 
@@ -23,7 +22,6 @@ class Stepper(Protocol):
     reducer: Reducer
     sharding: Sharding
     is_torn: bool  # a step has failed, and the ranks' parameters may differ
-    n_rounds_counted: int  # in elastic(), of the reducer when the last step counted
 
     def places_at_refresh(self) -> dict[str, Any]:
         """The parameters' places in its groups, which the ranks compare. Raises FastcommError if
@@ -42,28 +40,6 @@ class Stepper(Protocol):
         """These are the buckets from now on: takes back the state. Collective. Raises ValueError
         for a trainable parameter without a group, or of another shape than its state;
         FastcommError on the other ranks.
-        """
-
-    # -- in elastic() --
-
-    @property
-    def options(self) -> Stateful:
-        """What a scheduler changes, apart from the state."""
-
-    def keep_copies(self) -> None:
-        """From now on a step counts once each rank's shards have a copy on another rank.
-        Collective.
-        """
-
-    def drop_copies(self) -> None:
-        """The loop has ended."""
-
-    def stand_aside(self) -> None:
-        """A rank is lost: lets go of the buckets, and keeps the copies."""
-
-    def come_back(self) -> None:
-        """The ranks have met anew: takes part where new processes make their optimizers, and puts
-        together the last step that counted. Collective.
         """
 
 
@@ -96,7 +72,7 @@ class ShardedBy(RoundExtension):
         different parameters.
         """
         stepper = self.stepper()
-        if stepper.is_torn and not stepper.reducer.skipped:  # else elastic() drops this round, too
+        if stepper.is_torn:
             raise FastcommError(
                 "a step of the ShardedOptimizer has failed, after which the ranks' parameters "
                 "differ: call refresh() on every rank, which copies rank 0's"

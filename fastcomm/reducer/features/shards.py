@@ -210,7 +210,6 @@ class BucketShard:
     def end_step(self, bucket: Bucket) -> None:
         """Copies the new values to parameters that stay where other processes read them."""
         if self._elsewhere:
-            self.arrive()
             parameters = bucket.parameters
             for i in self._elsewhere:
                 parameter = parameters[i]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import itertools
 import os
@@ -91,9 +92,14 @@ class Training:
         if not self.reducer.skipped:
             self.sizes.append(self.reducer.comm.world_size)
 
+    def shard(self) -> None:
+        self.optimizer = fastcomm.ShardedOptimizer(self.reducer, torch.optim.Adam, lr=0.1)
+
     def end(self) -> tuple[list[int], Any, Any]:
         self.reducer.check_in_sync(self.optimizer)
-        states = self.model.state_dict(), self.optimizer.state_dict()
+        is_sharded = isinstance(self.optimizer, fastcomm.ShardedOptimizer)
+        state_dict = self.optimizer.full_state_dict if is_sharded else self.optimizer.state_dict
+        states = self.model.state_dict(), state_dict()
         return self.sizes, *tree_map_only(torch.Tensor, torch.Tensor.cpu, states)
 
 
@@ -450,8 +456,8 @@ def _come_without_state(place: Place) -> list[str]:
     training.optimizer.zero_grad()
     training.loss(3).backward()
     seen = []
-    for call in training.step, lambda: fastcomm.catch_up(training.reducer):
-        with pytest.raises(FastcommError) as caught:
+    for call in training.step, lambda: fastcomm.catch_up(training.reducer), training.shard:
+        with pytest.raises((FastcommError, ValueError)) as caught:
             call()
         seen.append(str(caught.value))
     fastcomm.catch_up(training.reducer, training.optimizer)
@@ -461,9 +467,13 @@ def _come_without_state(place: Place) -> list[str]:
 
 
 def test_no_optimizer_steps_before_the_ranks_have_its_state():
-    for refusal, trouble in values_of(_run("shm", 3, _come_without_state), 1):
+    for refusal, trouble, sharded in values_of(_run("shm", 3, _come_without_state), 1):
         assert "have made different numbers of steps: call fastcomm.catch_up(" in refusal
         assert "was not given Adam, which keeps state" in trouble
+        assert "call catch_up(reducer) before you make it" in sharded
+
+
+_SHARDED = ["a ShardedOptimizer cannot go on"]
 
 
 def _refuse(place: Place) -> list[str]:
@@ -483,13 +493,60 @@ def _refuse(place: Place) -> list[str]:
     refused(reducer)
     steps.finish()
     other = nn.Linear(2, 1)
-    steps = fastcomm.LocalSGD(fastcomm.Reducer(comm).attach(other), every=2)
+    sharded = fastcomm.Reducer(comm).attach(other)
+    optimizer = fastcomm.ShardedOptimizer(sharded, torch.optim.SGD, lr=0.1)
+    refused(sharded, state=[optimizer])
     refused(reducer)  # it is for all reducers of the communicator
-    steps.finish()
+    sharded.detach()
     return seen
 
 
 def test_what_cannot_go_on_without_a_rank_is_refused_at_the_start():
     for seen in values_of(_run("shm", 2, _refuse)):
-        words = ["state takes", "join() ends", *["LocalSGD have"] * 2]
-        assert [word in one for one, word in zip(seen, words, strict=True)] == [True] * 4, seen
+        words = ["state takes", "join() ends", "LocalSGD have", *_SHARDED * 2]
+        assert [word in one for one, word in zip(seen, words, strict=True)] == [True] * 5, seen
+
+
+def _shard_in_the_loop(place: Place) -> str:
+    training = Training(place, communicator(place))
+    loop = training.loop()
+    next(loop)
+    with pytest.raises(ValueError) as caught:
+        training.shard()
+    loop.close()
+    return str(caught.value)
+
+
+def test_a_sharded_optimizer_is_refused_in_the_loop():
+    for seen in values_of(_run("shm", 2, _shard_in_the_loop)):
+        assert seen.startswith("a ShardedOptimizer takes no part in elastic()")
+
+
+def _lose_shards(place: Place) -> Any:
+    training = Training(place, communicator(place))
+    training.shard()
+    for step in range(5):
+        training.make(step)
+    _, weights, saved = copy.deepcopy(training.end())
+    if place.rank == 2:
+        leave(place, training.reducer.comm, "killed")
+    with pytest.raises(PeerLostError):
+        training.make(5)
+    comm = training.reducer.comm.rebuild()
+    with pytest.raises(ValueError, match="a ShardedOptimizer cannot go on with the remaining"):
+        training.reducer.refresh()
+    training.reducer.detach()
+    training.reducer = fastcomm.Reducer(comm, bucket_cap_mb=1e-5).attach(training.model)
+    training.shard()
+    training.model.load_state_dict(weights)
+    training.optimizer.load_full_state_dict(saved)
+    for step in range(5, STEPS):
+        training.make(step)
+    return training.end()
+
+
+@over_every_transport
+def test_a_sharded_optimizer_goes_on_from_a_checkpoint_alone(backend):
+    ends = values_of(_run(backend, 3, _lose_shards), 2)
+    assert [one[0] for one in ends] == [[3] * 5 + [2] * 7] * 2
+    _check_trajectory(backend, ends)
