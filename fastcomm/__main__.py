@@ -47,7 +47,6 @@ BENCHMARKS = {
     "overhead": "where the overhead of a step goes, part by part, over shared memory",
     "timeline": "what Reducer.timeline() costs while it is on, and while it is off",
     "paper": "the experiments of the paper on torch DDP, fastcomm and DDP side by side",
-    "simulate": "a model of a step: validated on 2 to 6 ranks, and on up to 1,024",
 }
 
 
@@ -114,7 +113,7 @@ def make_parser() -> argparse.ArgumentParser:
     says = "trains a small GPT on two ranks, beside DDP; demo --help lists its options"
     commands.add_parser("demo", help=says, add_help=False, allow_abbrev=False)
     add_bench(commands)
-    says = "what bucket size, how often to synchronise, which wire; tune --help lists its options"
+    says = "what a step takes with buckets of a few sizes; tune --help lists its options"
     commands.add_parser("tune", help=says, add_help=False, allow_abbrev=False)
     add_diagnose(commands)
     return parser

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lib import paper_chart, simulate_pictures
+from lib import paper_chart
 
 SUFFIXES = (".png", ".svg", ".pdf")
 INK = "#010203"  # stands for the color of a page's text
@@ -447,8 +447,6 @@ _PICTURES = {
     "flatten": _flatten,
     "host_cost": _host_cost,
     "paper": paper_chart.draw,
-    "simulate": simulate_pictures.simulate,
-    "tune": simulate_pictures.tune,
     "timeline": _timeline,
     "compiled": _compiled,
     "overhead": _overhead,

@@ -343,8 +343,7 @@ def _command(benchmark: str, arguments: Sequence[str]) -> str:
             kept.append(argument)
         elif not equals:
             next(rest)
-    command = [benchmark, *kept] if benchmark == "tune" else ["bench", benchmark, *kept]
-    return f"python -m fastcomm {shlex.join(command)}"
+    return f"python -m fastcomm {shlex.join(['bench', benchmark, *kept])}"
 
 
 def write_json(

@@ -20,15 +20,18 @@ from fastcomm.comm.collective import (
 from fastcomm.comm.transport import Transport
 from fastcomm.reducer.features.compatibility import Feature, check
 
-_MB = 1024 * 1024
-AUTO = "auto"  # a bucket_cap_mb: see features/autotune.py
+AUTO = "auto"  # a bucket_cap_mb: see plan.py
+DEFAULT_CAP_MB = 25.0
+# The default where the CPU moves data between hosts: what is left when backward ends waits for the
+# link, and a bucket costs little beside it.
+NETWORK_CAP_MB = 10.0
 
 
 @dataclass(frozen=True)
 class Options:
     """What Reducer was called with. Raises ValueError for values that no communicator supports."""
 
-    bucket_cap_mb: float | str
+    bucket_cap_mb: float | str | None
     op: str
     wire_dtype: torch.dtype | None
     streams: int
@@ -38,10 +41,10 @@ class Options:
     audit: int | None = None
 
     def __post_init__(self) -> None:
-        is_auto = self.bucket_cap_mb == AUTO
-        if isinstance(self.bucket_cap_mb, str) and not is_auto:
-            raise ValueError(f'bucket_cap_mb is a number or "auto"; got {self.bucket_cap_mb!r}')
-        if not is_auto and float(self.bucket_cap_mb) <= 0:
+        cap_mb = 1.0 if self.bucket_cap_mb in (None, AUTO) else self.bucket_cap_mb
+        if isinstance(cap_mb, str):
+            raise ValueError(f'bucket_cap_mb is a number or "auto"; got {cap_mb!r}')
+        if float(cap_mb) <= 0:
             raise ValueError(f"bucket_cap_mb must be positive; got {self.bucket_cap_mb}")
         if self.streams < 1:
             raise ValueError(f"streams must be at least 1; got {self.streams}")
@@ -104,15 +107,6 @@ class Options:
         what = f"the gradient of parameter {first}"
         return None if first is None else ValueError(complex_refusal(what, self.op))
 
-    @property
-    def cap_bytes(self) -> int:
-        return int(float(self.bucket_cap_mb) * _MB)
-
-    @property
-    def first_cap_bytes(self) -> int:
-        """Of the first bucket, which is small, so that communication starts early."""
-        return min(self.cap_bytes, _MB)
-
     def described(self) -> dict[str, Any]:
         """The options by name, for comparison: ranks that differ here would reduce different
         buckets, or the same ones differently.
@@ -142,11 +136,9 @@ def describe(reducer: Any, model: object) -> str:
             f"{name}, {len(parameters)} trainable parameters of {numel:,} elements in {n_buckets} "
             f"bucket{'s' if n_buckets > 1 else ''}"
         )
-    planned = "".join(
-        one.described() for one in (reducer.tuning, reducer.ordering) if one is not None
-    )
     return (
         f"<Reducer: {holds}; op {options.op}, wire_dtype {options.wire_dtype}"
         f"{' with error feedback' if options.error_feedback else ''}"
-        f"{planned}; over {comm.backend}, rank {comm.rank} of {comm.world_size}>"
+        f"{reducer.planner.described()}"
+        f"; over {comm.backend}, rank {comm.rank} of {comm.world_size}>"
     )

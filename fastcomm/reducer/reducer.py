@@ -15,7 +15,6 @@ import math
 import weakref
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
 from types import EllipsisType
 from typing import Any, Literal, NoReturn, TypeVar, overload
 
@@ -31,7 +30,6 @@ from fastcomm.comm.collective import Op, canonical_op
 from fastcomm.comm.communicator import Communicator
 from fastcomm.comm.transport import Transport
 from fastcomm.errors import FastcommError
-from fastcomm.insight.advice import DEFAULT_CAP_MB, NETWORK_CAP_MB
 from fastcomm.insight.phases import BACKWARD, OPTIMIZER, OTHER, WAITING, Phases
 from fastcomm.insight.stragglers import Straggler, Stragglers
 from fastcomm.insight.timeline import Timeline
@@ -46,16 +44,14 @@ from fastcomm.reducer.bucket import Bucket
 from fastcomm.reducer.extension import RoundExtension
 from fastcomm.reducer.features import sparsity
 from fastcomm.reducer.features.audit import Audit
-from fastcomm.reducer.features.autotune import Tuning
 from fastcomm.reducer.features.compatibility import Feature, check
 from fastcomm.reducer.features.compiled import Compiled
+from fastcomm.reducer.features.defer_signals import all_or_none
 from fastcomm.reducer.features.elastic import Behind, Elastic, compare_ranks, elastic
 from fastcomm.reducer.features.join import Join, T, is_joining
 from fastcomm.reducer.features.local_steps import LocalSteps
 from fastcomm.reducer.features.observer import RoundObserver, is_profiled
-from fastcomm.reducer.features.ordering import Ordering
 from fastcomm.reducer.features.progress import Stateful
-from fastcomm.reducer.features.replanning import all_or_none
 from fastcomm.reducer.features.sharded_by import ShardedBy, Stepper
 from fastcomm.reducer.features.shards import Sharding
 from fastcomm.reducer.features.skip import Skipping
@@ -81,7 +77,7 @@ from fastcomm.reducer.owners import (
     next_number,
     take_over,
 )
-from fastcomm.reducer.plan import make_buckets
+from fastcomm.reducer.plan import Planner, make_buckets
 from fastcomm.reducer.round import Round, State
 from fastcomm.reducer.validation import (
     Model,
@@ -154,7 +150,7 @@ class Reducer(ReducerFlags):
     ) -> None:
         self.op = canonical_op(op)
         self.options = Options(
-            DEFAULT_CAP_MB if bucket_cap_mb is None else bucket_cap_mb,
+            bucket_cap_mb,
             self.op,
             wire_dtype,
             streams,
@@ -163,7 +159,6 @@ class Reducer(ReducerFlags):
             tuple(sparse_parameters),
             audit,
         )
-        self._asked_cap_mb = bucket_cap_mb
         self._stragglers = Stragglers()
         self.phases: Phases = self._stragglers.phases
         self.extensions: list[RoundExtension] = []
@@ -191,14 +186,7 @@ class Reducer(ReducerFlags):
     def _use(self, comm: Transport) -> None:
         """Reduce over this communicator, with buckets of a size for it."""
         self.comm = comm
-        default_cap_mb = NETWORK_CAP_MB if comm.crosses_network else DEFAULT_CAP_MB
-        if self._asked_cap_mb is None:
-            self.options = replace(self.options, bucket_cap_mb=default_cap_mb)
-        is_auto = self._asked_cap_mb == AUTO
-        self.tuning = Tuning(self.options, default_cap_mb) if is_auto else None
-        self.ordering = Ordering() if comm.crosses_network else None
-        # In which order they decide, when a round has ended, whether other buckets are better.
-        self._planners = [one for one in (self.ordering, self.tuning) if one is not None]
+        self.planner = Planner(self.options, comm)
         audit = self.options.audit
         self._audit = None if audit is None else Audit(comm, audit)
         self._stragglers.use(comm)
@@ -256,8 +244,7 @@ class Reducer(ReducerFlags):
         compares = not self.comm.has_streams and validation.is_arithmetic_alike(self.comm)
         self.number = next_number(self.comm)
         self.steps = StepRecord(compares)
-        for planner in self._planners:
-            planner.begin(self.n_rounds, self.comm.world_size)
+        self.planner.begin(self.comm.world_size)
         self._stragglers.begin(self.n_rounds)
         self.hook_up(source)
 
@@ -276,17 +263,16 @@ class Reducer(ReducerFlags):
         ) or self.options.find_problem(named)
 
     def hook_up(self, source: Model) -> None:
-        """For the reducer: make the buckets, of the size that the tuning has now, and hook the
-        parameters. Collective.
+        """For the reducer: make the buckets, as they are planned now, and hook the parameters.
+        Collective.
         """
         named = named_parameters(source)
         trainable = [(name, p) for name, p in named if p.requires_grad]
-        options = self.options if self.tuning is None else self.tuning.options
-        sparse = sparsity.find(source, named, options.sparse_parameters)
+        sparse = sparsity.find(source, named, self.options.sparse_parameters)
         try:
             self.buckets = make_buckets(
-                *(trainable, sparse, self.comm, options, self.number, self.n_rounds),
-                *(self.sharding(), self.order),
+                *(trainable, sparse, self.comm, self.options, self.number, self.n_rounds),
+                *(self.sharding(), self.planner),
             )
         except BaseException as error:
             # memory, for example: the other ranks are not to wait for this one
@@ -301,8 +287,7 @@ class Reducer(ReducerFlags):
         self._remember(source)
         self._stragglers.follow(source)
         self.comm.flight.activities[f"reducer {self.number}"] = self.phases
-        for planner in self._planners:
-            planner.buckets_made(self)
+        self.planner.buckets_made(self)
         was_attached(self)
         allow_steps(p for _, p in named)
         watch_steps()
@@ -312,13 +297,6 @@ class Reducer(ReducerFlags):
         except BaseException:  # another rank could not attach
             self._release()
             raise
-
-    @property
-    def order(self) -> Sequence[int] | None:
-        """For the reducer: the order in which gradients are expected, by the parameters' indices.
-        None: not known.
-        """
-        return None if self.ordering is None else self.ordering.order
 
     def _remember(self, source: Model) -> None:
         """Keep a weak reference to the model, and guard its parameters that nobody reduces."""
@@ -343,8 +321,7 @@ class Reducer(ReducerFlags):
             self._timeline.let_go()
         self._stragglers.let_go()
         self.comm.flight.activities.pop(f"reducer {self.number}", None)
-        for planner in self._planners:
-            planner.trace.end(self)
+        self.planner.end_trace(self)
         for bucket in self.buckets:
             bucket.release()
         let_go(self.buckets)
@@ -525,7 +502,7 @@ class Reducer(ReducerFlags):
             present[Feature.SHARDED] = "ShardedOptimizer"
         if local_steps is not None:
             present[Feature.LOCAL_STEPS] = local_steps.name
-        if self.tuning is not None and not self.tuning.is_over:
+        if self.planner.is_measuring:
             present[Feature.MEASURING] = AUTO
         if is_joining(self.comm):
             present[Feature.JOIN] = "join()"
@@ -668,7 +645,7 @@ class Reducer(ReducerFlags):
             if ending.state in (State.SETTLED, State.SKIPPED):  # as on the other ranks
                 self._confer_in_spite_of(interruption)
             raise
-        if self._planners and ending.state is not State.DROPPED:
+        if ending.state is not State.DROPPED:
             self._plan_anew(can_replan=is_between_steps and not self.skipped)
 
     def _confer_in_spite_of(self, interruption: BaseException) -> None:
@@ -691,17 +668,16 @@ class Reducer(ReducerFlags):
             if self._audit is not None:
                 self._audit.compare(self)
             if self.n_rounds >= self._stragglers.due_at and not is_joining(self.comm):
-                with all_or_none(self, lambda _: None):
+                with all_or_none(self.comm):
                     self._stragglers.tell(self.n_rounds)
         self._stragglers.warn()
         if self._audit is not None:
             self._audit.raise_trouble()
 
     def _plan_anew(self, *, can_replan: bool) -> None:
-        """Let those decide who look for better buckets. can_replan: see Tuning.after_round."""
+        """See Planner.after_round."""
         with self._outliving():
-            for planner in self._planners:
-                planner.after_round(self, can_replan)
+            self.planner.after_round(self, can_replan)
 
     def forget_phases(self) -> None:
         """For the reducer: on all ranks, the time that has gone by was not that of steps."""

@@ -81,7 +81,8 @@ def test_allreduce_prints_the_table_of_nccl_tests_and_writes_json(tmp_path):
 
 def test_without_json_a_benchmark_changes_no_committed_figures():
     before = {path: path.stat().st_mtime_ns for path in BENCH.glob("results/*")}
-    assert "Results:" not in run("simulate.py", "--only", "scaling")
+    printed = run("step.py", "--hook-cost", "--ranks", "1")
+    assert "us per parameter and step" in printed and "Results:" not in printed
     assert {path: path.stat().st_mtime_ns for path in BENCH.glob("results/*")} == before
 
 
@@ -188,10 +189,6 @@ def test_step_leaves_what_it_has_measured_when_it_is_cut_short(tmp_path):
     assert list(json.loads(path.read_text())["models"]) == ["mlp"]
 
 
-def test_step_tells_what_the_hooks_cost():
-    assert "us per parameter and step" in run("step.py", "--hook-cost", "--ranks", "1")
-
-
 HOW_GRADIENTS_COME = ("gradients of their own", "views", "bfloat16 wire")
 
 
@@ -203,6 +200,20 @@ def test_timeline_tells_what_recording_costs(tmp_path):
     assert set(row["cost_ms"]) == set(row["half_width_ms"]) == {"on", "off again"}
     assert "mlp: at most 1% while it is on" in printed and "Recording alone" in printed
     assert (tmp_path / "timeline.png").stat().st_size > 0
+
+
+def test_tune_tells_what_a_step_takes_by_size(tmp_path):
+    """Of a model that has several buckets by two sizes."""
+    small = tmp_path / "small.py"
+    small.write_text("from fastcomm.reducer import plan\nplan.CAPS_MB = (0.0001,)\n")
+    done = start("tune.py", "--model", "mlp", "--steps", "2", after=small)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for words in ("  0.0001  ", "bucket_cap_mb=", "communication"):
+        assert words in done.stdout
+
+
+def test_tune_tells_where_all_sizes_give_the_same_buckets():
+    assert "other sizes give the same buckets" in run("tune.py", "--model", "mlp", "--steps", "2")
 
 
 def test_host_cost_sets_what_was_predicted_beside_what_was_measured(tmp_path):

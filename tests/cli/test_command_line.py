@@ -26,7 +26,7 @@ RESULTS = sorted(set(BENCH.glob("results/*.json")) - {BENCH / "results" / "gpu-s
 BENCHMARKS = (
     *("all", "allreduce", "step", "backend", "hierarchical", "flatten", "host_cost", "paper"),
     *("syncs", "compiled", "elastic", "parts"),
-    *("simulate", "timeline", "overhead"),
+    *("timeline", "overhead"),
 )
 
 

@@ -36,7 +36,7 @@ MUTATIONS = (
         name="audit: a signal parts the ranks",
         file=AUDIT,
         within="Audit.compare",
-        old="all_or_none(reducer, lambda _: None)",
+        old="all_or_none(self._comm)",
         new="torch.no_grad()",
         tests=(f"{TEST}a_signal_does_not_part_the_ranks",),
     ),

@@ -18,8 +18,8 @@ from torch import Tensor
 from fastcomm.comm.objects import on_host
 from fastcomm.comm.transport import Transport
 from fastcomm.errors import MismatchError
+from fastcomm.reducer.features.defer_signals import all_or_none
 from fastcomm.reducer.features.join import is_joining
-from fastcomm.reducer.features.replanning import all_or_none
 
 if TYPE_CHECKING:
     from fastcomm.reducer.reducer import Reducer
@@ -46,7 +46,7 @@ class Audit:
         is_done = self._compared == reducer.n_rounds
         if is_done or reducer.n_rounds % self._every or is_joining(self._comm):
             return
-        with all_or_none(reducer, lambda _: None):
+        with all_or_none(self._comm):
             self._trouble = self._compare(reducer)
             self._compared = reducer.n_rounds
             if self._trouble is not None:  # here, as a signal may raise where the block ends

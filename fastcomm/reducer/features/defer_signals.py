@@ -1,13 +1,34 @@
-"""Puts off what signal handlers do, for what all ranks must do to its end, or none."""
+"""What all ranks do together between two rounds, or none: puts off what signal handlers do, and
+tells the other ranks of an error.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
+
+from fastcomm.comm.abandonment import note_abandoned
+from fastcomm.comm.transport import Transport
+from fastcomm.errors import FastcommError
+
+
+@contextlib.contextmanager
+def all_or_none(comm: Transport, stop: Callable[[], None] = lambda: None) -> Iterator[None]:
+    """Around what all ranks do together, or none. stop: called where it cannot be done."""
+    with defer_signals():
+        try:
+            yield
+        except BaseException as error:
+            # The others are not to wait for this one.
+            stop()
+            with contextlib.suppress(FastcommError):
+                comm.abandon()
+            note_abandoned(comm, error)
+            raise
 
 
 @contextlib.contextmanager

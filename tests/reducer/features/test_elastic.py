@@ -21,7 +21,8 @@ from torch.utils._pytree import tree_map_only
 
 import fastcomm
 from fastcomm import FastcommError, PeerLostError
-from fastcomm.reducer.features import elastic, ordering
+from fastcomm.reducer import plan
+from fastcomm.reducer.features import elastic
 from fastcomm.reducer.round import Round
 from tests.support.bodies import Place, communicator, leave, note, noted, wait_for_note
 from tests.support.outcomes import Outcome, values_of
@@ -237,15 +238,15 @@ def test_a_rank_that_has_missed_a_step_gets_it_from_one_that_has_not(backend):
 def _lose_one_while_planning(place: Place, where: str) -> Any:
     """Where all ranks decide, after a round, whether other buckets are better."""
     training = Training(place, communicator(place))
-    ordering.Ordering._seen_order = lambda *_: tuple(range(4))  # other buckets are
+    plan.Planner._seen_order = lambda *_: tuple(range(4))  # other buckets are
     if place.rank == 1:
-        setattr(ordering, where, lambda *_: leave(place, training.reducer.comm, "exits at once"))
+        setattr(plan, where, lambda *_: leave(place, training.reducer.comm, "exits at once"))
     for step in training.loop():
         training.make(step)
     return training.end()
 
 
-@pytest.mark.parametrize("where", ["gather_objects", "hook_up_anew"])
+@pytest.mark.parametrize("where", ["gather_objects", "_make_anew"])
 def test_a_rank_may_be_lost_while_buckets_are_planned_anew(where):
     ends = values_of(_run("group", 3, _lose_one_while_planning, where), 1)
     sizes = ends[0][0]

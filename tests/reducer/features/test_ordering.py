@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import fastcomm
-from fastcomm.reducer.features import autotune, ordering
+from fastcomm.reducer import plan
 from fastcomm.reducer.round import Round
 from tests.support.bodies import Interrupted
 from tests.support.models import (
@@ -143,7 +143,7 @@ def test_ranks_in_a_join_wait_until_it_is_over(comm):
 def test_a_long_join_is_not_traced_for_ever(comm):
     model = Shuffled()
     reducer = fastcomm.Reducer(comm, **SMALL_BUCKETS).attach(model)
-    n = ordering.TRACED_ROUNDS + ordering._PATIENCE_ROUNDS
+    n = plan.TRACED_ROUNDS + plan._PATIENCE_ROUNDS
     with reducer.join(range(n + comm.rank)) as numbers:
         for number in numbers:
             assert (reducer.recorder is None) == (number >= n)
@@ -229,15 +229,16 @@ def test_local_steps_keep_the_buckets(comm):
 @on_ranks(2)
 def test_sizes_are_tuned_in_the_order_of_arrival(comm):
     model = Shuffled()
-    with mock.patch("fastcomm.reducer.reducer.NETWORK_CAP_MB", SMALL_BUCKETS["bucket_cap_mb"]):
-        reducer = fastcomm.Reducer(comm, bucket_cap_mb="auto").attach(model)
-    measured_from = 2 + autotune.WARM_UP_ROUNDS
-    for number in range(measured_from + autotune.MEASURED_ROUNDS):
-        assert "so far" in repr(reducer)
-        assert (reducer.recorder is None) == (2 <= number < measured_from)
-        backward(model, comm.rank, number)
-        model.zero_grad()
-    assert layers_in(reducer) == AS_ARRIVED
+    window = plan.WARM_UP_ROUNDS + plan.MEASURED_ROUNDS
+    with mock.patch.object(plan, "CAPS_MB", (0.0005,)):
+        reducer = fastcomm.Reducer(comm, bucket_cap_mb="auto")
+        reducer.attach(model)
+        for number in range(plan.TRACED_ROUNDS + 3 * window):
+            assert "so far" in repr(reducer)
+            assert (reducer.recorder is None) == (number >= plan.TRACED_ROUNDS)
+            backward(model, comm.rank, number)
+            model.zero_grad()
+    assert "so far" not in repr(reducer) and layers_in(reducer) == AS_ARRIVED
 
 
 @pytest.mark.transports("shm")

@@ -7,31 +7,33 @@ import copy
 import os
 import signal
 import threading
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
-from torch import nn
 
 import fastcomm
-from fastcomm.insight.advice import CAPS_MB, DEFAULT_CAP_MB, NETWORK_CAP_MB
-from fastcomm.insight.collectives import Cost, MeasuredCosts
-from fastcomm.insight.step_model import Gradient, LocalStep
-from fastcomm.reducer.features import autotune
-from fastcomm.reducer.options import Options
+from fastcomm.reducer import plan
+from fastcomm.reducer.options import DEFAULT_CAP_MB, NETWORK_CAP_MB
 from tests.support.bodies import Interrupted
 from tests.support.models import backward, mlp, seed
 from tests.support.ranks import on_ranks
 
 pytestmark = pytest.mark.usefixtures("transport")
 
-ROUNDS = 2 * (autotune.WARM_UP_ROUNDS + autotune.MEASURED_ROUNDS)
+WINDOW = plan.WARM_UP_ROUNDS + plan.MEASURED_ROUNDS
+ROUNDS = 3 * WINDOW  # with the default, with the other size, and with the default once more
 TINY_MB = 0.0002
 
 
 def default_of(comm):
     """As repr() has it."""
     return f"{NETWORK_CAP_MB if comm.crosses_network else DEFAULT_CAP_MB:g}"
+
+
+def said_by(reducer):
+    return repr(reducer).partition("auto: ")[2].partition(";")[0]
 
 
 def _models(comm, **options):
@@ -46,13 +48,16 @@ def _models(comm, **options):
 
 
 @contextlib.contextmanager
+def _trying(*caps_mb):
+    with mock.patch.object(plan, "CAPS_MB", caps_mb):
+        yield
+
+
+@contextlib.contextmanager
 def _choosing(cap_mb, pays=True):
-    """The model promises much of this size, and its steps keep the promise or not."""
-    promise = {DEFAULT_CAP_MB: 1.0, NETWORK_CAP_MB: 1.0, cap_mb: 0.5}
-    with (
-        mock.patch.object(autotune, "predict_caps", lambda *_: promise),
-        mock.patch.object(autotune, "pays", lambda *_: pays),
-    ):
+    """This size is tried, and pays or not."""
+    fastest = (lambda *_: cap_mb) if pays else (lambda _, default_mb: default_mb)
+    with _trying(cap_mb), mock.patch.object(plan, "fastest", fastest):
         yield
 
 
@@ -63,7 +68,7 @@ def test_gradients_are_the_same_bits_before_and_after_the_buckets_change(comm):
         optimizers = [
             torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9) for model, _ in pairs
         ]
-        for step in range(ROUNDS + 2):
+        for step in range(ROUNDS + 4):
             for (model, reducer), optimizer in zip(pairs, optimizers, strict=True):
                 optimizer.zero_grad()
                 with reducer.no_sync():
@@ -87,25 +92,47 @@ def test_buckets_that_do_not_pay_are_given_up(comm):
         said = []
         for step in range(ROUNDS):
             backward(model, comm.rank, step)
-            said.append(repr(reducer).partition("auto: ")[2].partition(";")[0])
-    before, trial = ROUNDS // 2 - 1, ROUNDS // 2
-    tried = [f"{TINY_MB:g} so far"] * trial
+            said.append(said_by(reducer))
     default = default_of(comm)
-    assert said == [f"{default} so far"] * before + tried + [default]
+    tried = [default, f"{TINY_MB:g}", default]
+    so_far = [f"{cap} so far" for cap in tried for _ in range(WINDOW)]
+    assert said == [*so_far[1:], default]
+
+
+@pytest.mark.parametrize("is_quick_on", [[0], [0, 1]], ids=["one rank", "all ranks"])
+@on_ranks(2)
+def test_the_slowest_rank_decides(comm, is_quick_on):
+    """With the other size a step takes half as long, or twice."""
+    _, (model, reducer) = _models(comm)
+    with _trying(TINY_MB):
+        reducer.refresh()
+        seconds = {TINY_MB: 0.5 if comm.rank in is_quick_on else 2.0}
+        median = SimpleNamespace(median=lambda _: seconds.get(reducer.planner.cap_mb, 1.0))
+        with mock.patch.object(plan, "statistics", median):
+            for step in range(ROUNDS):
+                backward(model, comm.rank, step)
+    assert said_by(reducer) == (f"{TINY_MB:g}" if is_quick_on == [0, 1] else default_of(comm))
 
 
 @on_ranks(2)
 def test_ranks_measure_and_come_to_one_choice(comm):
-    _, (model, reducer) = _models(comm)
-    for step in range(ROUNDS + 1):
-        backward(model, comm.rank, step)
-    said = repr(reducer).partition("auto: ")[2].partition(";")[0]
+    with _trying(TINY_MB, 2 * TINY_MB):
+        _, (model, reducer) = _models(comm)
+        for step in range(ROUNDS + WINDOW):
+            backward(model, comm.rank, step)
+    said = said_by(reducer)
     assert "so far" not in said
     chosen = torch.tensor([float(said)])
     total = chosen.clone()
     comm.all_reduce(total)
     assert total == comm.world_size * chosen
     assert reducer.recorder is None
+
+
+@on_ranks(2)
+def test_where_every_size_gives_the_same_buckets_nothing_is_measured(comm):
+    _, (_, reducer) = _models(comm)
+    assert said_by(reducer) == default_of(comm)
 
 
 @on_ranks(2)
@@ -119,27 +146,15 @@ def test_a_new_model_is_measured_anew(comm):
         backward(model, comm.rank)
 
 
-@on_ranks(2)
-def test_a_backward_inside_another_leaves_the_buckets_alone(comm):
-    with _choosing(TINY_MB):
-        _, (model, reducer) = _models(comm)
-        with mock.patch.object(reducer, "tuning", reducer.tuning) as watched:
-            for step in range(ROUNDS // 2 - 1):
-                backward(model, comm.rank, step)
-            before = reducer.buckets
-            watched.after_round(reducer, can_replan=False)
-            assert reducer.buckets is before
-
-
 @pytest.mark.parametrize("votes", [False, True], ids=["by hand", "vote"])
 @on_ranks(2)
 def test_a_rank_without_a_backward_takes_part_in_what_the_round_decides(comm, votes):
     """Where it votes to drop the step, the round decides nothing: the next one does."""
-    decides = (ROUNDS // 2, ROUNDS + votes)
+    decides = [n * WINDOW + (n - 1) * votes for n in (1, 2, 3)]
     with _choosing(TINY_MB):
         _, (model, reducer) = _models(comm, skip_nonfinite=votes)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for step in range(1, ROUNDS + 2 * votes + 1):
+        for step in range(1, ROUNDS + 3 * votes + 1):
             assert "so far" in repr(reducer)
             optimizer.zero_grad()
             is_without = comm.rank == 1 and step in decides
@@ -157,8 +172,8 @@ def test_a_rank_without_a_backward_takes_part_in_what_the_round_decides(comm, vo
 def test_a_decision_that_is_put_off_for_long_is_given_up(comm):
     with _choosing(TINY_MB):
         _, (model, reducer) = _models(comm, skip_nonfinite=True)
-        with mock.patch.object(autotune, "_PATIENCE_ROUNDS", 1):
-            for step in range(ROUNDS // 2 + 1):
+        with mock.patch.object(plan, "_PATIENCE_ROUNDS", 1):
+            for step in range(WINDOW + 1):
                 assert f"auto: {default_of(comm)} so far" in repr(reducer)
                 reducer.skip_step()
                 backward(model, comm.rank, step)
@@ -166,38 +181,26 @@ def test_a_decision_that_is_put_off_for_long_is_given_up(comm):
 
 
 @contextlib.contextmanager
-def _interrupted_while_measuring(times):
+def _interrupted_while_deciding(times):
     """So many signals, in the deciding round."""
 
     def handle(*_):
         raise Interrupted
 
-    def measure(comm):
+    def gather(*args):
         # on a GPU backward ends on a thread of autograd's, where no handler runs
         if times == 2 and threading.current_thread() is not threading.main_thread():
             raise Interrupted
         for _ in range(times):
             os.kill(os.getpid(), signal.SIGUSR2)
-        return measure_costs(comm)
+        return gather_objects(*args)
 
-    measure_costs, before = autotune.measure_costs, signal.signal(signal.SIGUSR2, handle)
+    gather_objects, before = plan.gather_objects, signal.signal(signal.SIGUSR2, handle)
     try:
-        with mock.patch.object(autotune, "measure_costs", measure):
+        with mock.patch.object(plan, "gather_objects", gather):
             yield
     finally:
         assert signal.signal(signal.SIGUSR2, before) is handle
-
-
-@on_ranks(2)
-def test_another_model_is_measured_by_itself(comm):
-    """The first is let go while its rounds are traced."""
-    reducer = fastcomm.Reducer(comm, bucket_cap_mb="auto")
-    for model in (mlp(), nn.Sequential(mlp(), nn.Linear(4, 4))):
-        reducer.attach(model)
-        for step in range(autotune.WARM_UP_ROUNDS + 1):
-            backward(model, comm.rank, step)
-        reducer.detach()
-        assert reducer.recorder is None
 
 
 @pytest.mark.parametrize("times", [1, 2])
@@ -210,11 +213,12 @@ def test_a_decision_that_is_interrupted_is_made_by_all_ranks_or_none(comm, times
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for step in range(ROUNDS + 1):
             optimizer.zero_grad()
-            with _interrupted_while_measuring(times if comm.rank == 1 else 0):
+            is_interrupted = comm.rank == 1 and step == ROUNDS - 1
+            with _interrupted_while_deciding(times if is_interrupted else 0):
                 try:
                     backward(model, comm.rank, step)
                 except (Interrupted, fastcomm.AbandonedError) as error:
-                    assert step == ROUNDS // 2 - 1 and raised is None
+                    assert step == ROUNDS - 1 and raised is None
                     raised = type(error)
                     if times == 2:
                         comm.abandon()  # does nothing: it has been
@@ -224,19 +228,6 @@ def test_a_decision_that_is_interrupted_is_made_by_all_ranks_or_none(comm, times
     chosen = f"{TINY_MB:g}" if times == 1 else default_of(comm)
     assert f"auto: {chosen};" in repr(reducer)
     reducer.check_in_sync(optimizer)
-
-
-@on_ranks(2)
-def test_ranks_with_another_overlap_come_to_one_choice(comm):
-    def promise(step, planner, costs, delays, overlap, caps):
-        return {float(default_of(comm)): 1.0, TINY_MB: 0.5 if overlap else 1.5}
-
-    model = mlp()
-    reducer = fastcomm.Reducer(comm, bucket_cap_mb="auto", overlap=comm.rank == 0).attach(model)
-    with mock.patch.object(autotune, "predict_caps", promise):
-        for step in range(ROUNDS // 2 + 1):
-            backward(model, comm.rank, step)
-    assert f"auto: {default_of(comm)};" in repr(reducer)
 
 
 def _attach_with_different_sizes(comm):
@@ -266,41 +257,9 @@ def test_what_cannot_be_chosen_is_refused(comm):
         fastcomm.Reducer(comm, bucket_cap_mb="automatic")
 
 
-# What the model makes of it
-
-MIB = 1 << 20
-
-
-def _predicted(latency_s, bytes_per_s, delays):
-    """Of 64 gradients of 4 MiB that become ready one after the other."""
-    kinds = [(MIB, torch.float32, 4)] * 64
-    gradients = tuple(Gradient(4 * MIB, (64 - i) / 64) for i in range(64))
-    points = [(n, Cost(latency_s + n / bytes_per_s, n / bytes_per_s)) for n in (1, 1 << 30)]
-    planner = autotune.planner_of(kinds, Options(25, "mean", None, 1))
-    step = LocalStep(gradients, 1.0)
-    return autotune.predict_caps(
-        step, planner, MeasuredCosts(points), delays, overlap=True, caps=CAPS_MB
-    )
+def test_the_size_with_the_shortest_steps_is_kept():
+    assert plan.fastest({25: 1.0, 5: 0.9, 100: 0.95}, 25) == 5
 
 
-def test_a_long_latency_asks_for_large_buckets():
-    seconds = _predicted(latency_s=0.2, bytes_per_s=1e12, delays=False)
-    assert min(seconds, key=seconds.get) >= 50
-
-
-def test_a_slow_link_asks_for_small_buckets():
-    seconds = _predicted(latency_s=1e-6, bytes_per_s=1e9, delays=False)
-    assert min(seconds, key=seconds.get) <= 5
-
-
-def test_where_communication_takes_the_core_the_size_hardly_matters():
-    seconds = _predicted(latency_s=1e-6, bytes_per_s=1e9, delays=True)
-    assert max(seconds.values()) <= 1.01 * min(seconds.values())
-
-
-def test_a_trial_must_be_quicker():
-    assert autotune.pays([0.9, 0.8], 1.0) and not autotune.pays([0.9, 1.0], 1.0)
-
-
-def test_a_trial_must_be_quicker_by_more_than_noise():
-    assert not autotune.pays([0.985], 1.0)
+def test_a_size_must_save_more_than_noise():
+    assert plan.fastest({25: 1.0, 5: 0.985}, 25) == 25
