@@ -15,6 +15,7 @@ import threading
 import time
 from pathlib import Path
 
+from fastcomm.comm.deadline import Deadline
 from fastcomm.comm.dump_files import write
 from fastcomm.comm.flight_recorder import FlightRecorder, living
 from fastcomm.comm.lifetime import call_on_failure, n_failure_calls
@@ -127,15 +128,15 @@ def await_dumps() -> None:
     soon as this one ends.
     """
     if _folder is not None and _watcher == os.getpid():
-        deadline = time.monotonic() + ANSWER_S + 1
-        while len(_done) < n_failure_calls() and time.monotonic() < deadline:
+        deadline = Deadline(ANSWER_S + 1)
+        while len(_done) < n_failure_calls() and not deadline.is_over():
             time.sleep(0.02)
 
 
 def _await_others(folder: Path, recorders: list[FlightRecorder]) -> None:
     wanted = {f"_{pid}.json" for recorder in recorders for pid in recorder.pids}
-    deadline = time.monotonic() + ANSWER_S
-    while time.monotonic() < deadline:
+    deadline = Deadline(ANSWER_S)
+    while not deadline.is_over():
         there = {path.name for path in folder.glob("fastcomm_rank_*.json")}
         if all(any(name.endswith(end) for name in there) for end in wanted):
             return

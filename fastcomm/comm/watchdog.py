@@ -26,6 +26,7 @@ from typing import Any, Protocol
 
 from fastcomm.comm import messages
 from fastcomm.comm.collective import difference
+from fastcomm.comm.deadline import Deadline, running_s
 from fastcomm.comm.whereabouts import MOST_ASKED, whereabouts
 from fastcomm.errors import (
     ABORTED,
@@ -185,7 +186,7 @@ class Watchdog:
         unfinished = comm._oldest_unfinished()
         stalled = unfinished if unfinished is not None and unfinished[1] > STALLED_S else None
         is_urgent = stalled is not None and (stalled[1] > self._timeout_s or self._dead() != [])
-        now = time.monotonic()
+        now = running_s()
         if not is_urgent and now - self._last_look < LOOK_S:
             return
         self._last_look = now
@@ -372,8 +373,8 @@ class Watchdog:
         """One rank asks around, or the store had to answer every rank about every other. Whether
         that rank has come to an end.
         """
-        deadline = time.monotonic() + ANSWER_S + VERDICT_S
-        while time.monotonic() < deadline:
+        deadline = Deadline(ANSWER_S + VERDICT_S)
+        while not deadline.is_over():
             failure = self._notes.read("failure")
             if failure is not None:
                 self._fail(comm, failure)
@@ -386,7 +387,7 @@ class Watchdog:
         does not, the position that it has told before, if any.
         """
         leave_note(self._notes, "question", "where are you?")
-        deadline = time.monotonic() + patience_s
+        deadline = Deadline(patience_s)
         others: dict[int, list[Any] | None] = dict.fromkeys(
             rank for rank in range(comm.world_size) if rank != comm.rank
         )
@@ -396,7 +397,7 @@ class Watchdog:
                 rank: position if _is_answer(position) else self._position_of(comm, rank)
                 for rank, position in others.items()
             }
-            if all(map(_is_answer, others.values())) or time.monotonic() > deadline:
+            if all(map(_is_answer, others.values())) or deadline.is_over():
                 return others
 
     def give_up(self, comm: Watched, error: FastcommError) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from fastcomm.comm import dump, messages
+from fastcomm.comm.deadline import Deadline
 
 _NS = range(2**62)
 # The form of a dump: see dump_files.py, which writes more than is read here.
@@ -284,7 +285,7 @@ def ask_processes(pids: Sequence[int]) -> Path:
     (folder,) = folders
     before = time.time()
     dump.ask(folder)
-    deadline = time.monotonic() + PATIENCE_S
+    deadline = Deadline(PATIENCE_S)
     while True:
         answered = {
             file["pid"] for file in _read_or_nothing(folder) if file["time_ns"] / 1e9 >= before - 1
@@ -292,7 +293,7 @@ def ask_processes(pids: Sequence[int]) -> Path:
         silent = [pid for pid in pids if pid not in answered]
         if not silent:
             return folder
-        if time.monotonic() > deadline:
+        if deadline.is_over():
             raise TimeoutError(f"no answer from {', '.join(map(str, silent))} in {PATIENCE_S:g} s")
         time.sleep(0.1)
 

@@ -4,14 +4,16 @@ stopped, or where its host has left the network.
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
-import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeVar
 
 from torch.distributed import Store  # type: ignore[attr-defined]
+
+from fastcomm.comm.deadline import Deadline
 
 # How much longer than for missing ranks a rank waits for the store itself, which says who is
 # missing.
@@ -36,27 +38,34 @@ def answer_of(ask: Callable[[], T], patience_s: float) -> T:
             answers.put((None, error))
 
     threading.Thread(target=run, name="fastcomm asking", daemon=True).start()
-    try:
-        value, error = answers.get(timeout=patience_s)
-    except queue.Empty:
-        raise Silence(f"the store has not answered for {patience_s:.0f} s") from None
+
+    def look(seconds: float) -> tuple[Any, BaseException | None] | None:
+        with contextlib.suppress(queue.Empty):
+            return answers.get(timeout=seconds)
+        return None
+
+    answer = Deadline(patience_s).await_(look)
+    if answer is None:
+        raise Silence(f"the store has not answered for {patience_s:.0f} s")
+    value, error = answer
     if error is not None:
         raise error
-    answer: T = value
-    return answer
+    given: T = value
+    return given
 
 
 class Asked:
     """Has the methods of a store. Once that has not answered, it is not asked again: a thread still
     waits for it, and the next would wait behind that one.
 
-    patience_s: with each call. until: when the store has to have answered, if that comes first.
+    patience_s: with each call. deadline: by which the store has to have answered, if that comes
+    first.
     """
 
     def __init__(self, store: Store, patience_s: float) -> None:
         self._store, self._patience_s = store, patience_s
         self._silence: str | None = None
-        self.until: float | None = None
+        self.deadline: Deadline | None = None
 
     def __getattr__(self, name: str) -> Any:
         return partial(self._ask, getattr(self._store, name))
@@ -65,8 +74,8 @@ class Asked:
         if self._silence is not None:
             raise Silence(self._silence)
         patience_s = self._patience_s
-        if self.until is not None:
-            patience_s = min(patience_s, max(0.0, self.until - time.monotonic()))
+        if self.deadline is not None:
+            patience_s = min(patience_s, self.deadline.left_s())
         try:
             return answer_of(partial(call, *args), patience_s + ANSWER_S)
         except Silence as silence:

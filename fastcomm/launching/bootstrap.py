@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import select
 import socket
@@ -30,6 +31,7 @@ from torch.distributed import (  # type: ignore[attr-defined]
 )
 
 from fastcomm.comm import messages
+from fastcomm.comm.deadline import Deadline
 from fastcomm.errors import FastcommError, InitError, PeerLostError, TimeoutError
 from fastcomm.launching import launchers
 from fastcomm.launching.asking import ANSWER_S, Asked, Silence, answer_of
@@ -158,7 +160,7 @@ class StoreBootstrap:
         return values
 
     def _exchange_now(self, value: Any, form: messages.Form, look: Callable[[], None]) -> list[Any]:
-        deadline = self._asked.until = time.monotonic() + self.timeout.total_seconds()
+        deadline = self._asked.deadline = Deadline(self.timeout.total_seconds())
         try:
             self._asked.set(f"{self._exchange}/{self.rank}", json.dumps(value))
             if self.rank > 0 and self.world_size > _FEW:
@@ -178,7 +180,7 @@ class StoreBootstrap:
         except RuntimeError as error:
             raise self.lost(error) from error
         finally:
-            self._asked.until = None
+            self._asked.deadline = None
 
     def _what_from(self, rank: int) -> str:
         return f"what {self.name} has got from rank {self.names[rank]}"
@@ -186,11 +188,11 @@ class StoreBootstrap:
     def lost(self, error: RuntimeError) -> InitError:
         return InitError(f"{self.name} lost the meeting point (did rank 0 end?): {error}")
 
-    def _get(self, whose: int | str, deadline: float, look: Callable[[], None]) -> bytes:
+    def _get(self, whose: int | str, deadline: Deadline, look: Callable[[], None]) -> bytes:
         key, pause = f"{self._exchange}/{whose}", _POLL_S
         while not self._asked.check([key]):
             look()
-            if time.monotonic() > deadline:
+            if deadline.is_over():
                 raise self._missing()
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_POLL_S)
@@ -384,8 +386,8 @@ class MeetingPoint:
         """Opens the store anew. Where the process that has served it is gone, one of the same host
         serves it from now on. Raises InitError.
         """
-        until = time.monotonic() + timeout.total_seconds()
-        while self._place.scheme == "tcp" and time.monotonic() < until:
+        deadline = Deadline(timeout.total_seconds())
+        while self._place.scheme == "tcp" and not deadline.is_over():
             is_served = _listens(self._place)
             with contextlib.suppress(RuntimeError):  # it went, or another was faster
                 if is_served or _is_here(self._place):
@@ -564,8 +566,9 @@ def _is_here(place: ParseResult) -> bool:
 
 def _listens(place: ParseResult) -> bool:
     """Whether somebody does at this host and port."""
+    address = place.hostname, place.port or 0
     try:
-        socket.create_connection((place.hostname, place.port or 0), _LONGEST_KNOCK_S).close()
+        answer_of(partial(socket.create_connection, address, _LONGEST_KNOCK_S), math.inf).close()
     except OSError:
         return False
     return True
@@ -575,9 +578,9 @@ def _await_server(host: str, port: int, timeout_s: float) -> None:
     """Returns when somebody listens there. A TCPStore would try as long, but print pages of C++
     frames. Raises OSError.
     """
-    deadline = time.monotonic() + timeout_s
+    deadline = Deadline(timeout_s)
     while True:
-        left = deadline - time.monotonic()
+        left = deadline.left_s()
         try:
             socket.create_connection((host, port), max(left, _KNOCK_S)).close()
             return

@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from fastcomm.comm import messages
+from fastcomm.comm.deadline import Deadline
 from fastcomm.comm.objects import gather_objects
 from fastcomm.comm.transport import Transport
 from fastcomm.errors import FastcommError, PeerLostError, TimeoutError
@@ -333,7 +334,7 @@ class Membership(Fixed):
         newest = self._meeting  # of those that this process takes part in
         unreachable = set(getattr(comm.failure, "ranks", ()))
         number = newest.number
-        until = time.monotonic() + _MOST_TIMES * timeout.total_seconds()
+        deadline = Deadline(_MOST_TIMES * timeout.total_seconds())
         while True:
             trouble = ""
             try:
@@ -354,7 +355,7 @@ class Membership(Fixed):
                     raise
                 trouble = str(error)
                 self._point.reopen(timeout)  # all that was written is gone
-            if time.monotonic() > until:
+            if deadline.is_over():
                 raise TimeoutError(
                     f"rank {comm.rank}: the remaining ranks have tried to meet anew for "
                     f"{_MOST_TIMES * timeout.total_seconds():g} s, and others were lost meanwhile "
@@ -390,17 +391,18 @@ class Membership(Fixed):
         store.set(f"came/{me.started_as}", json.dumps([me, before.number]))
         leader = text_of(store.compare_set("leader", "", str(me.started_as)))
         others = _Others(before, unreachable)
-        until = time.monotonic() + timeout.total_seconds()
+        deadline = Deadline(timeout.total_seconds())
+        of_others = Deadline(timeout.total_seconds() + _GRACE_S)
         pause = _PAUSE_S
         while not store.check(["members"]):
             if self._next_number(number - 1) != number:
                 return None
             others.look(store)
             if leader == str(me.started_as):
-                if others.are_known or time.monotonic() > until:
+                if others.are_known or deadline.is_over():
                     self._decide(store, number, before)
                     break
-            elif leader in map(str, others.lost) or time.monotonic() > until + _GRACE_S:
+            elif leader in map(str, others.lost) or of_others.is_over():
                 store.compare_set("members", "", _GIVEN_UP)
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE_S)
@@ -504,7 +506,7 @@ def arrive(
     """
     started_as, n_started, point = bootstrap.rank, bootstrap.world_size, bootstrap.point
     assert point is not None  # for the type checker
-    until = time.monotonic() + timeout.total_seconds()
+    deadline = Deadline(timeout.total_seconds())
     while True:
         try:
             comm, neighbours = connect(bootstrap, backend)
@@ -515,7 +517,7 @@ def arrive(
             try:
                 return connect_members(point, connect, meeting, timeout, was_new=True)
             except FastcommError:  # another was lost meanwhile; the rest meet without this one
-                if time.monotonic() > until:
+                if deadline.is_over():
                     raise
         bootstrap = point.bootstrap(started_as, n_started, timeout)
     here = host_identity()

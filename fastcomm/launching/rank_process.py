@@ -138,11 +138,12 @@ def _comes_of_another(error: BaseException | None) -> bool:
 
 def _wait_for_cause(folder: Path) -> None:
     """Until a rank has failed by itself, or all have come to their end."""
-    from fastcomm.launching.call_folder import CallFolder  # this rank has fastcomm by now
+    from fastcomm.comm.deadline import Deadline  # this rank has fastcomm by now
+    from fastcomm.launching.call_folder import CallFolder
 
     files = CallFolder(folder)
-    until = time.monotonic() + _PATIENCE_S
-    while time.monotonic() < until:
+    deadline = Deadline(_PATIENCE_S)
+    while not deadline.is_over():
         raised = files.raised()
         if len(raised) + len(files.ended()) == int(os.environ["WORLD_SIZE"]):
             return

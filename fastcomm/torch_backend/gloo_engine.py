@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import time
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -20,13 +19,14 @@ from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 from torch.futures import Future
 
+from fastcomm.comm.deadline import Deadline
 from fastcomm.errors import PeerLostError
 from fastcomm.torch_backend.peers import Peers
 from fastcomm.torch_backend.work import BackendWork, Finished, Places, put_all, registered
 
 # How often a rank that waits for a collective looks for processes that have ended. Gloo ends at
 # once only the waits for the lost rank itself; others would last until the time-out.
-_LOOK_S = 1.0
+_LOOK_S = 0.4  # less than COUNTED_S of a deadline
 # In the errors of Gloo's connections, which name the source file. Others refuse the arguments.
 _OF_CONNECTIONS = "gloo/transport"
 
@@ -153,16 +153,16 @@ class EngineWork(BackendWork):
         collective: only a completed one has an error of its own.
         """
         seconds = timeout.total_seconds() if timeout is not None else 0
-        deadline = time.monotonic() + seconds if seconds > 0 else math.inf
+        deadline = Deadline(seconds if seconds > 0 else math.inf)
         while not self._work.is_completed():
             try:
-                self._work.wait(_slice(deadline - time.monotonic()))
+                self._work.wait(_slice(deadline.left_s()))
                 break
             except RuntimeError:
                 if self._work.is_completed():
                     break
                 self._engine.raise_if_lost(self._name)
-                if time.monotonic() >= deadline:
+                if deadline.is_over():
                     raise
         try:
             self._work.wait()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Mapping
 
+from fastcomm.comm.deadline import Deadline
 from fastcomm.launching.bootstrap import process_has_ended
 
 _DYING_S = 0.3  # a process that is killed closes its connections a little before it counts as ended
@@ -28,7 +29,7 @@ class Peers:
 
     def ended_soon(self) -> dict[int, int]:
         """Returns as `ended`; waits a moment for the first one."""
-        deadline = time.monotonic() + _DYING_S
-        while not (ended := self.ended()) and time.monotonic() < deadline:
+        deadline = Deadline(_DYING_S)
+        while not (ended := self.ended()) and not deadline.is_over():
             time.sleep(0.005)
         return ended

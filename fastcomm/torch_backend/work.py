@@ -26,6 +26,7 @@ from torch.futures import Future
 
 from fastcomm.comm.autograd_stack import caller_is_called_by_autograd
 from fastcomm.comm.communicator import Work
+from fastcomm.comm.deadline import Deadline
 from fastcomm.comm.transport import Transport
 from fastcomm.errors import FastcommError, TimeoutError
 
@@ -279,9 +280,9 @@ class UnderWay(BackendWork):
         return self._is_over or all(work.is_completed() for work in self._works)
 
     def _poll(self, seconds: float) -> None:
-        deadline = time.monotonic() + seconds
+        deadline = Deadline(seconds)
         while not self.is_completed():
-            if time.monotonic() > deadline:
+            if deadline.is_over():
                 raise TimeoutError(
                     f"rank {self._shared.comm.rank} waited {seconds:g} s for a collective of the "
                     "backend 'fastcomm', which goes on: wait "

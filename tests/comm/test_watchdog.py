@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fastcomm.comm import watchdog
+from fastcomm.comm import deadline, watchdog
 from fastcomm.comm.watchdog import Watchdog, failure_note, leave_note
 from fastcomm.errors import FastcommError, MismatchError, PeerLostError, TimeoutError
 from tests.support.damage import damaged_json
@@ -398,6 +398,8 @@ class World:
         monkeypatch.setattr(watchdog, "TICK_S", 0.1)
         monkeypatch.setattr(watchdog, "LOOK_S", 0.2)
         monkeypatch.setattr(watchdog, "time", self.clock)
+        monkeypatch.setattr(deadline, "time", self.clock)
+        monkeypatch.setattr(deadline, "_looked", (self.clock.now, 0.0))
         monkeypatch.setattr(Watchdog, "_run", lambda self: None)  # the test calls _tick
         self.notes = Requests()
         self.comms: list[Any] = []

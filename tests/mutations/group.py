@@ -204,7 +204,7 @@ MUTATIONS = (
         name="group: chunks do not move the deadline",
         file=EXCHANGE,
         within="Exchange._wait",
-        old="self.moved_at = time.monotonic()",
+        old="self.moved_at = running_s()",
         new="",
         tests=(
             "tests/transports/group/test_over_torch.py::"

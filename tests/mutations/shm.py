@@ -64,6 +64,14 @@ MUTATIONS = (
         tests=("tests/transports/shm/test_full_ring.py",),
     ),
     Mutation(
+        name="deadlines: time in which the process is stopped counts",
+        file="fastcomm/comm/deadline.py",
+        within="running_s",
+        old="uncounted += max(0.0, now - before - COUNTED_S)",
+        new="",
+        tests=("tests/contract/test_suspension.py::test_a_suspended_job_goes_on",),
+    ),
+    Mutation(
         name="shm: a deadline runs on while collectives move",
         file=RING,
         within="Ring._between_slices",

@@ -102,7 +102,7 @@ class GroupCommunicator(Transport):
         self.timeout = timeout
         self.abandonment = None
         self.pids = tuple(bootstrap.exchange(os.getpid(), messages.PID))
-        exchange.connect(bootstrap.store("gloo"), timeout, bootstrap.timeout, bootstrap.look)
+        exchange.connect(bootstrap.store("gloo"), bootstrap.timeout, bootstrap.look)
         self._notes, self._exchange = bootstrap, exchange
         self._queue = WorkQueue(
             self.backend, rank, self.pids, exchange, bootstrap, timeout, neighbours

@@ -30,6 +30,7 @@ from torch import Tensor
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from fastcomm.comm.collective import BLOCK_DTYPES, as_pairs
+from fastcomm.comm.deadline import Deadline, running_s
 from fastcomm.errors import InitError
 from fastcomm.transports.group.call import Call, GatheredCalls, as_bytes, reduce_rows, with_one_nan
 from fastcomm.transports.group.shards import (
@@ -54,8 +55,9 @@ from fastcomm.transports.group.wire import Wire
 FUSABLE_NBYTES = 2**19
 FUSED_NBYTES = 16 * 2**20
 SMALL_NBYTES = 8192  # up to here one exchange of everything is quicker than two of shards
-# The watchdog's error must come before Gloo's, which does not name the ranks.
-GRACE = timedelta(seconds=10)
+# Of Gloo's own waits, which count the time in which this process is stopped, and do not name the
+# ranks in their errors: the watchdog ends them before.
+UNLIMITED = timedelta(days=365)
 _LOOK_S = 0.05  # how often a rank that connects looks for the others
 OVER_S = 1.0  # how long announcements take to end once their connections are broken
 # Tags, all below those of shards.tag_of. What has one tag arrives in the order it was sent in.
@@ -87,41 +89,33 @@ class Exchange:
         self.moved_at = 0.0
         _exchanges.add(self)
 
-    def connect(
-        self, store: Store, timeout: timedelta, patience: timedelta, look: Callable[[], None]
-    ) -> None:
+    def connect(self, store: Store, patience: timedelta, look: Callable[[], None]) -> None:
         """Makes private Gloo groups, if it has no group. Collective. Its addresses are those of
         GLOO_SOCKET_IFNAME, else those that the host's name resolves to. Raises InitError.
 
-        timeout: of collectives. patience: with ranks that do not connect. look: called while they
-            do; raises when one will not come.
+        patience: with ranks that do not connect. look: called while they do; raises when one will
+            not come.
         """
         if not self._owns_group:
             return
-        # Gloo carries two announcements out at a time: a clock may start a whole wait early.
-        timeouts = {"announcements": 2 * timeout + GRACE} | dict.fromkeys(
-            ("up", "down"), timeout + GRACE
-        )
         trouble: list[RuntimeError] = []
 
         def make() -> None:
             try:
-                for name, limit in timeouts.items():
-                    part = PrefixStore(name, store)
-                    self._own_groups.append(
-                        dist.ProcessGroupGloo(part, self._rank, self._world_size, limit)
-                    )
+                for name in ("announcements", "up", "down"):
+                    place = PrefixStore(name, store), self._rank, self._world_size
+                    self._own_groups.append(dist.ProcessGroupGloo(*place, UNLIMITED))
             except RuntimeError as error:
                 trouble.append(error)
 
-        # On a thread of its own: Gloo waits for the whole timeout for a rank that is lost here.
+        # On a thread of its own: Gloo waits for ever for a rank that is lost here.
         making = threading.Thread(target=make, name="fastcomm connecting", daemon=True)
         making.start()
-        until = time.monotonic() + patience.total_seconds()
+        deadline = Deadline(patience.total_seconds())
         making.join(_LOOK_S)
         while making.is_alive():
             look()
-            if time.monotonic() > until:
+            if deadline.is_over():
                 trouble.append(RuntimeError(f"waited {patience.total_seconds():g} s"))
                 break
             making.join(_LOOK_S)
@@ -163,9 +157,9 @@ class Exchange:
         """
         if self._own_groups:
             self.group.close()
-            deadline = time.monotonic() + OVER_S
+            deadline = Deadline(OVER_S)
             while not self.announcer.is_over():
-                if time.monotonic() > deadline:
+                if deadline.is_over():
                     ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.announcer.group))
                     break
                 time.sleep(0.01)
@@ -350,7 +344,7 @@ class Exchange:
 
     def _wait(self, work: Any) -> None:
         work.wait()
-        self.moved_at = time.monotonic()
+        self.moved_at = running_s()
 
 
 def _chunks_of(row: Tensor) -> Sequence[Tensor]:

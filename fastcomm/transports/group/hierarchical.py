@@ -18,7 +18,6 @@ import functools
 import itertools
 import math
 import threading
-import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -30,10 +29,11 @@ from torch import Tensor
 
 from fastcomm.comm import messages
 from fastcomm.comm.collective import HALVES, addends_of_mean, mean_of_addends
+from fastcomm.comm.deadline import running_s
 from fastcomm.errors import FastcommError, PeerLostError
 from fastcomm.transports.group.call import cast, reduce_rows
 from fastcomm.transports.group.communicator import Bootstrap, GroupCommunicator
-from fastcomm.transports.group.exchange import GRACE, Exchange, gaps_of
+from fastcomm.transports.group.exchange import UNLIMITED, Exchange, gaps_of
 from fastcomm.transports.group.shards import Transfer
 from fastcomm.transports.group.wire import BLOCK, Wire
 from fastcomm.transports.shm.communicator import ShmCommunicator
@@ -98,7 +98,7 @@ class HierarchicalCommunicator(GroupCommunicator):
         neighbours = next(ranks for ranks in hosts if rank in ranks)
         exchange = Exchange(rank, world_size)  # no host has ranks to reduce among
         if any(len(ranks) > 1 for ranks in hosts):
-            exchange = HierarchicalExchange(rank, world_size, local_rank, bootstrap, timeout, hosts)
+            exchange = HierarchicalExchange(rank, world_size, local_rank, bootstrap, hosts)
         super().__init__(rank, world_size, local_rank, bootstrap, timeout, neighbours, exchange)
 
 
@@ -115,7 +115,6 @@ class HierarchicalExchange(Exchange):
         world_size: int,
         local_rank: int,
         bootstrap: Bootstrap,
-        timeout: timedelta,
         hosts: Sequence[Sequence[int]],
     ) -> None:
         super().__init__(rank, world_size)
@@ -129,7 +128,7 @@ class HierarchicalExchange(Exchange):
             len(self.neighbours),
             local_rank,
             _OneHost(bootstrap, self.neighbours),
-            timeout + GRACE,
+            UNLIMITED,
         )
 
     def interrupt(self) -> None:
@@ -354,7 +353,7 @@ class HierarchicalExchange(Exchange):
         except FastcommError as error:  # numbers the ranks of this host only
             lost = [self.neighbours[rank] for rank in getattr(error, "ranks", ())]
             raise PeerLostError(f"among the ranks of host {self._host}: {error}", lost) from error
-        self.moved_at = time.monotonic()
+        self.moved_at = running_s()
 
     # Across hosts. Every pair of ranks has one connection, and messages of one tag arrive in the
     # order they were sent.
@@ -372,7 +371,7 @@ class HierarchicalExchange(Exchange):
     def _wait_for_all(self, works: list[Any]) -> None:
         for work in works:
             work.wait()
-        self.moved_at = time.monotonic()
+        self.moved_at = running_s()
 
 
 class _OneHost:

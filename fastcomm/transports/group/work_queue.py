@@ -23,6 +23,7 @@ import torch
 
 from fastcomm.comm.abandonment import tell_of_abandonment, told
 from fastcomm.comm.collective import SKIP, abandonment, mismatch, own_abandonment
+from fastcomm.comm.deadline import running_s
 from fastcomm.comm.flight_recorder import FlightRecorder
 from fastcomm.comm.lifetime import Lifetime, again
 from fastcomm.comm.script_end import tell_at_end
@@ -335,7 +336,7 @@ class WorkQueue:
         Also repeats what a signal handler's exception may have cut short.
         """
         failure, works = self.life.failure, self._works
-        if failure is not None and time.monotonic() - self._failed_at > INTERRUPTED_S:
+        if failure is not None and running_s() - self._failed_at > INTERRUPTED_S:
             self._fail(failure)
         if works and self._current is None:
             self._wakeups.put(works[0])
@@ -376,7 +377,7 @@ class WorkQueue:
                     return
             # torch raises nothing more specific; a PeerLostError from shared memory is one, too
             except RuntimeError as trouble:
-                self._trouble = time.monotonic(), trouble
+                self._trouble = running_s(), trouble
                 return  # the watchdog finds out why, and ends the communicator
             except Exception as defect:
                 what = self._current.call if self._current is not None else "a collective"
@@ -406,7 +407,7 @@ class WorkQueue:
         """Notes what the thread waits for from now on."""
         with self._lock:
             self._current, self._current_number = work, number
-            self._since = time.monotonic()
+            self._since = running_s()
 
     def _begin(self, work: GroupWork) -> None:
         """Waits until all ranks have announced the work's call, and takes its first step."""
@@ -555,7 +556,7 @@ class WorkQueue:
     def _oldest_unfinished(self) -> tuple[int, float, str] | None:
         with self._lock:
             work = self._current
-            age_s = time.monotonic() - max(self._since, self._exchange.moved_at)
+            age_s = running_s() - max(self._since, self._exchange.moved_at)
             return None if work is None else (self._current_number, age_s, str(work.call))
 
     def _asynchronous_error(self) -> FastcommError | None:
@@ -567,7 +568,7 @@ class WorkQueue:
         if self._trouble is None:
             return None
         since, trouble = self._trouble
-        age_s = time.monotonic() - since
+        age_s = running_s() - since
         # the store may be gone, too, which the watchdog will find
         with contextlib.suppress(RuntimeError):
             if self._notes.read("question") is None:
@@ -603,7 +604,7 @@ class WorkQueue:
             try:
                 self._exchange.look_at_connections()
             except RuntimeError as trouble:
-                self._trouble = time.monotonic(), trouble
+                self._trouble = running_s(), trouble
 
     def _is_silent(self, rank: int) -> bool:
         """Whether the rank has not answered the question."""
@@ -615,7 +616,7 @@ class WorkQueue:
         """Ends the communicator: all unfinished works end with its failure. May be called again."""
         with self._lock:
             if self.life.failure is None:
-                self._failed_at = time.monotonic()
+                self._failed_at = running_s()
                 self.life.end(error)
             error = self.life.failure or error
             has_unfinished = bool(self._unfinished())

@@ -12,6 +12,7 @@ import threading
 import time
 
 from fastcomm.comm.collective import sentence
+from fastcomm.comm.deadline import Deadline
 from fastcomm.errors import InitError, TimeoutError
 
 cimport cython
@@ -111,13 +112,13 @@ cdef class Lane:
             return None
         call.lane, call.comm, call.forget = self, self.comm, forget
         call.start()
-        in_time = call.over.wait(timeout_s)
+        in_time = Deadline(timeout_s).await_(call.over.wait)
         if in_time and call.code == ncclSuccess:
             freeing.comm, self.comm = self.comm, NULL
             freeing.start()
             return freeing
         call.is_given_up = True
-        has_ended = self.begin_abort(memory, None).over.wait(timeout_s)
+        has_ended = Deadline(timeout_s).await_(self.begin_abort(memory, None).over.wait)
         raise call.error if in_time else TimeoutError(
             f"waited {timeout_s:g} s for what was launched to end; "
             + ("it was aborted" if has_ended else "NCCL does not abort it either: it is left "
@@ -149,8 +150,8 @@ cdef class Lane:
 
 cdef list errors_of(list calls, double timeout_s):
     """What has gone wrong in those that are over by then; the others go on by themselves."""
-    deadline = time.monotonic() + timeout_s
-    over = [call for call in calls if call.over.wait(max(0.0, deadline - time.monotonic()))]
+    deadline = Deadline(timeout_s)
+    over = [call for call in calls if deadline.await_(call.over.wait)]
     return [call.error for call in over if call.error is not None]
 
 
@@ -158,11 +159,11 @@ def _wait_for(ThreadCall call, str what, double timeout_s, look):
     """Waits until the call is over. Meanwhile calls `look()`, which raises when the other ranks
     will not come. Raises the call's error.
     """
-    deadline = time.monotonic() + timeout_s
+    deadline = Deadline(timeout_s)
     call.start()
     while not call.over.wait(SLICE_S):
         look()
-        if time.monotonic() > deadline:
+        if deadline.is_over():
             raise InitError(
                 f"waited {timeout_s:g} s for {what}: all ranks have met, but NCCL does not get "
                 "through between them. NCCL_DEBUG=INFO shows "

@@ -8,9 +8,10 @@ The driver may keep whoever asks for an event waiting, while a launch of this pr
 in the device's queue. So the watchdog asks on another thread, and goes on without an answer.
 """
 
-import time
 import weakref
 from collections import deque
+
+from fastcomm.comm.deadline import Deadline, running_s
 
 cimport cython
 from libc.stdlib cimport calloc, free
@@ -70,7 +71,7 @@ cdef class Launches:
         self.number += 1
         in_flight.number, in_flight.op = self.number, op
         if not in_flight.is_pending:  # else the one before has not ended, as far as is known
-            in_flight.since = time.monotonic()
+            in_flight.since = running_s()
         in_flight.note(self.flight, lane.index)
         lane.calling = in_flight
         return 0
@@ -112,9 +113,9 @@ cdef class Launches:
             if not self._pending():
                 return
             question = self.newest_question = _Question(self.cuda)
-            question.launches, question.since = self, time.monotonic()
+            question.launches, question.deadline = self, Deadline(DRIVER_ANSWER_S)
             question.start()
-        if question.over.wait(max(0.0, question.since + DRIVER_ANSWER_S - time.monotonic())):
+        if question.deadline.await_(question.over.wait):
             if question.error is not None:
                 raise question.error
 
@@ -149,7 +150,7 @@ cdef class Launches:
                     continue
                 if answers[i].has_progress:
                     in_flight.marked.end()
-                    in_flight.is_marked, in_flight.since = False, time.monotonic()
+                    in_flight.is_marked, in_flight.since = False, running_s()
         finally:
             free(answers)
 
@@ -161,7 +162,7 @@ cdef class Launches:
                 oldest = in_flight
         if oldest is None:
             return None
-        return oldest.number, time.monotonic() - oldest.since, oldest.describe()
+        return oldest.number, running_s() - oldest.since, oldest.describe()
 
     cdef list _pending(self):
         """The records of what is not known to be over."""
@@ -174,7 +175,7 @@ cdef class Launches:
 
 cdef class _Question(ThreadCall):
     cdef Launches launches
-    cdef double since
+    cdef object deadline
 
     def make(self):
         launches, self.launches = self.launches, None

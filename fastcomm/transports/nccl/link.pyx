@@ -7,10 +7,10 @@ bucket.pyx do.
 import contextlib
 import sys
 import threading
-import time
 import weakref
 
 from fastcomm.comm import collective, messages
+from fastcomm.comm.deadline import Deadline, running_s
 from fastcomm.errors import (
     AbandonedError, FastcommError, NcclError, PeerLostError, has_aborted, has_closed,
 )
@@ -257,10 +257,10 @@ cdef class Link:
         """Waits for what came before the round, with which the others step, since it ends with
         NCCL's communicators. Returns how many collectives are over for sure.
         """
-        deadline = time.monotonic() + KEEP_S
+        deadline = Deadline(KEEP_S)
         while self._has_unfinished(self.n_settled):
             is_ended = self.life.failure is not None or self.interruption is not None
-            if is_ended or time.monotonic() > deadline:
+            if is_ended or deadline.is_over():
                 return 0
             with nogil:
                 usleep(POLL_US)
@@ -292,11 +292,11 @@ cdef class Link:
                 endings = [(<Lane>lane).begin_abort(self.pool, all_begun) for lane in self.lanes]
             finally:
                 all_begun.set()
-            deadline = time.monotonic() + ABORT_S
+            deadline = Deadline(ABORT_S)
             n_left = 0
             for ending, was_ending in zip(endings, were_ending):
-                patience = 0 if was_ending else max(0.0, deadline - time.monotonic())
-                n_left += ending is not None and not ending.over.wait(patience)
+                if ending is not None and not ending.over.is_set():
+                    n_left += was_ending or not deadline.await_(ending.over.wait)
         if n_left == 0:
             return ""
         return (f"; NCCL has not ended {n_left} of {len(self.lanes)} lanes within {ABORT_S:g} s: "
@@ -377,7 +377,7 @@ cdef class Link:
         if self.graphs.count() > 0:
             self._give_up_graphs(str(error))
             return
-        now = time.monotonic()
+        now = running_s()
         if self.heard_in != epoch:
             self.heard_in, self.heard_at = epoch, now
         if self._has_unfinished(n_kept):

@@ -7,12 +7,12 @@ exceptions. communicator.pyx and bucket.pyx decide what is posted. docs/design.m
 """
 
 import sys
-import time
 
 import torch
 
 from fastcomm.comm import collective
 from fastcomm.comm.collective import CPU_DTYPES, used_values
+from fastcomm.comm.deadline import running_s
 from fastcomm.errors import (
     ABORTED, CLOSED, DROPPED, ENDED, KILLED, RAISED, AbandonedError, FastcommError, MismatchError,
     PeerLostError, TimeoutError, has_aborted,
@@ -449,7 +449,7 @@ cdef class Ring:
         counts from the last progress.
         """
         self._look_at_signals()
-        cdef double now = time.monotonic()
+        cdef double now = running_s()
         cdef uint64_t progress
         if self.life.failure is not None:  # a signal handler has ended the communicator
             return 0
@@ -468,7 +468,7 @@ cdef class Ring:
             self.deferred = None
             self.close(SHM_ABORTED, has_aborted(self.rank))
             raise raised
-        self.deferred, self.deferred_since = raised, time.monotonic()
+        self.deferred, self.deferred_since = raised, running_s()
         return 0
 
     cdef object _uncut(self, function, first, second):
@@ -485,7 +485,7 @@ cdef class Ring:
             PyErr_CheckSignals()
         except BaseException as raised:
             self._defer(raised)
-        if self.deferred is not None and time.monotonic() - self.deferred_since > NOTICE_S:
+        if self.deferred is not None and running_s() - self.deferred_since > NOTICE_S:
             self.deferred_since = float("inf")
             print(f"fastcomm: rank {self.rank} was interrupted ({type(self.deferred).__name__}) "
                   "and ends a collective first, on which its "
