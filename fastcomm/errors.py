@@ -69,6 +69,14 @@ def has_closed(rank: int) -> str:
     )
 
 
+def has_ended(rank: int) -> str:
+    """What a rank's own calls end with once its script has come to its end."""
+    return (
+        f"rank {rank} takes part in no collective any more, as its process comes to its end: call "
+        "it before that, or in a handler of atexit that is registered after fastcomm.init()"
+    )
+
+
 class TimeoutError(FastcommError, builtins.TimeoutError):
     """A rank did not arrive in time. Names the collective and the ranks that are missing, and says
     what those are doing and where their main threads stand.

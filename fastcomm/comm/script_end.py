@@ -1,27 +1,37 @@
 """What becomes of communicators that are still open when a process comes to its end: they tell
-their peers, who would see a process that is gone and not why. One that is killed tells nobody.
+their peers, who would see a process that is gone and not why, and end. One that is killed tells
+nobody.
+
+The interpreter ends a daemon thread that comes back from C++ after that by ending the process, with
+SIGABRT. So threads that wait in torch are begun here, and come to their end before.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+import threading
 import weakref
+from collections.abc import Callable
+from functools import partial
 from multiprocessing.util import Finalize
 from typing import Protocol
 
+from fastcomm.comm.deadline import Deadline
 from fastcomm.comm.dump import await_dumps
 
 _FIRST = 1000  # before the stores are closed that the ranks have met at
+_LEAVE_S = 2.0  # how long threads have to come to their end
 
 
 class Telling(Protocol):
     def tell_of_end(self, has_raised: bool) -> None:
-        """Tells the peers that this rank will take part in nothing more. has_raised: an exception
-        has ended its script.
+        """Tells the peers that this rank will take part in nothing more, and refuses what is called
+        afterwards. Threads of its own leave. has_raised: an exception has ended its script.
         """
 
 
+_threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 _open: weakref.WeakSet[Telling] = weakref.WeakSet()
 _pid = 0  # of the process that will call _tell()
 
@@ -37,8 +47,23 @@ def tell_at_end(end: Telling) -> None:
         Finalize(None, _tell, exitpriority=_FIRST)
 
 
+def start_thread(name: str, function: Callable[..., None], *arguments: object) -> None:
+    """A daemon thread that leaves when the communicators end."""
+    thread = threading.Thread(target=function, args=arguments, name=name, daemon=True)
+    _threads.add(thread)
+    thread.start()
+
+
 def _tell() -> None:
     has_raised = getattr(sys, "last_value", None) is not None  # and nobody has caught it
     for end in list(_open):
         end.tell_of_end(has_raised)
     await_dumps()
+    deadline = Deadline(_LEAVE_S)
+    for thread in list(_threads):
+        deadline.await_(partial(_has_left, thread))
+
+
+def _has_left(thread: threading.Thread, seconds: float) -> bool:
+    thread.join(seconds)
+    return not thread.is_alive()

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import contextlib
 import queue
-import threading
 from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeVar
@@ -14,6 +13,7 @@ from typing import Any, TypeVar
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from fastcomm.comm.deadline import Deadline
+from fastcomm.comm.script_end import start_thread
 
 # How much longer than for missing ranks a rank waits for the store itself, which says who is
 # missing.
@@ -37,7 +37,7 @@ def answer_of(ask: Callable[[], T], patience_s: float) -> T:
         except BaseException as error:
             answers.put((None, error))
 
-    threading.Thread(target=run, name="fastcomm asking", daemon=True).start()
+    start_thread("fastcomm asking", run)
 
     def look(seconds: float) -> tuple[Any, BaseException | None] | None:
         with contextlib.suppress(queue.Empty):

@@ -10,7 +10,6 @@ it ends as it does in a collective.
 from __future__ import annotations
 
 import contextlib
-import threading
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -24,8 +23,9 @@ from fastcomm.comm.collective import check_root
 from fastcomm.comm.communicator import Work
 from fastcomm.comm.flight_recorder import FlightRecorder
 from fastcomm.comm.lifetime import Lifetime, again
+from fastcomm.comm.script_end import start_thread, tell_at_end
 from fastcomm.comm.transport import Transport
-from fastcomm.errors import FastcommError, PeerLostError, has_aborted, has_closed
+from fastcomm.errors import FastcommError, PeerLostError, has_aborted, has_closed, has_ended
 
 
 class Channels:
@@ -40,6 +40,7 @@ class Channels:
         self._life = Lifetime()
         self._channels: dict[tuple[int, int], _Channel] = {}
         weakref.finalize(comm, self.end, aborts=True).atexit = False
+        tell_at_end(self)
 
     def move(
         self, comm: Transport, tensor: Tensor, src: int, dst: int, *, async_op: bool
@@ -80,6 +81,13 @@ class Channels:
         if self._life.failure is not None:
             raise again(self._life.failure)
 
+    def tell_of_end(self, has_raised: bool) -> None:
+        """Those that have met tell of it themselves; none begins to meet."""
+        if not self._life.is_forked():
+            self._life.end(FastcommError(has_ended(self._rank)))
+            for channel in self._channels.values():
+                channel.leave()
+
     def end(self, aborts: bool) -> None:
         why = has_aborted(self._rank) if aborts else has_closed(self._rank)
         self._life.end(FastcommError(why))
@@ -119,9 +127,7 @@ class _Channel:
         message = self._newest = _Message(self, tensor)
         if self._queue is None:
             self._queue = SimpleQueue()
-            threading.Thread(
-                target=_launch_all, args=(self._queue,), name="fastcomm-channel", daemon=True
-            ).start()
+            start_thread("fastcomm-channel", _launch_all, self._queue)
         self._queue.put(message)
         if async_op:
             return message
@@ -172,9 +178,13 @@ class _Channel:
         except FastcommError as error:
             raise type(error)(f"{self._name}: {error}") from error
 
-    def end(self, aborts: bool) -> None:
+    def leave(self) -> None:
+        """Lets the thread end behind its messages."""
         if self._queue is not None:
             self._queue.put(None)
+
+    def end(self, aborts: bool) -> None:
+        self.leave()
         if self._comm is None:
             return
         if aborts or not self._is_idle():  # close() would wait for the thread's message

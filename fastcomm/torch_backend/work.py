@@ -27,6 +27,7 @@ from torch.futures import Future
 from fastcomm.comm.autograd_stack import caller_is_called_by_autograd
 from fastcomm.comm.communicator import Work
 from fastcomm.comm.deadline import Deadline
+from fastcomm.comm.script_end import start_thread
 from fastcomm.comm.transport import Transport
 from fastcomm.errors import FastcommError, TimeoutError
 
@@ -346,9 +347,7 @@ class UnderWay(BackendWork):
             future = begun.then(
                 lambda _: self.result()
             )  # raises inside the callback, where torch's C++ notices
-            threading.Thread(
-                target=begun.set_result, args=(None,), name="fastcomm-future", daemon=True
-            ).start()
+            start_thread("fastcomm-future", begun.set_result, None)
             return future
         return Finished(self.result()).get_future()
 

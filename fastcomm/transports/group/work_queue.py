@@ -26,7 +26,7 @@ from fastcomm.comm.collective import SKIP, abandonment, mismatch, own_abandonmen
 from fastcomm.comm.deadline import running_s
 from fastcomm.comm.flight_recorder import FlightRecorder
 from fastcomm.comm.lifetime import Lifetime, again
-from fastcomm.comm.script_end import tell_at_end
+from fastcomm.comm.script_end import start_thread, tell_at_end
 from fastcomm.comm.transport import Transport
 from fastcomm.comm.watchdog import (
     Notes,
@@ -45,6 +45,7 @@ from fastcomm.errors import (
     TimeoutError,
     has_aborted,
     has_closed,
+    has_ended,
 )
 from fastcomm.transports.group.call import (
     ABANDON,
@@ -149,12 +150,7 @@ class WorkQueue:
         # Each entry wakes the thread, which then runs all of _works. Entries are works, because
         # these keep this object alive.
         self._wakeups: queue.SimpleQueue[GroupWork | None] = queue.SimpleQueue()
-        threading.Thread(
-            target=_run_thread,
-            args=(self._wakeups, weakref.ref(self)),
-            name="fastcomm group",
-            daemon=True,
-        ).start()
+        start_thread("fastcomm group", _run_thread, self._wakeups, weakref.ref(self))
         weakref.finalize(self, self._wakeups.put, None)
         self.watchdog = _Watchdog(self, notes, self._timeout_s, neighbours)
         tell_at_end(self)
@@ -250,6 +246,7 @@ class WorkQueue:
     def tell_of_end(self, has_raised: bool) -> None:
         if self.life.refusal() is None:
             leave_last_words(self._notes, self.rank, has_raised)
+            self._end(FastcommError(has_ended(self.rank)))
 
     def _end(self, failure: FastcommError) -> None:
         self._fail(failure)

@@ -13,6 +13,7 @@ from fastcomm.comm import collective, messages
 from fastcomm.comm.deadline import Deadline, running_s
 from fastcomm.errors import (
     AbandonedError, FastcommError, NcclError, PeerLostError, has_aborted, has_closed,
+    has_ended,
 )
 from fastcomm.comm.lifetime import again
 from fastcomm.transports.nccl.agreement import (
@@ -85,6 +86,8 @@ cdef class Link:
     def tell_of_end(self, bint has_raised):
         if self.life.refusal() is None:
             leave_last_words(self.bootstrap, self.rank, has_raised)
+            self.life.end(FastcommError(has_ended(self.rank)))
+            self.watchdog.stop()
 
     cdef _add_lane(self, look):
         lane = Lane(self.cuda, self.graphs)

@@ -72,7 +72,7 @@ cdef class Ring:
     cdef abandon(self)
     cdef keep_times(self, bint is_on)
 
-    cdef void _leave(self, int state) noexcept
+    cdef void _drop(self) noexcept
     cdef _end(self, int state, int blames, object failure)
     cdef _bury(self)
     cdef int _come_out(self) except -1

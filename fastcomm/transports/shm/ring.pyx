@@ -15,7 +15,7 @@ from fastcomm.comm.collective import CPU_DTYPES, used_values
 from fastcomm.comm.deadline import running_s
 from fastcomm.errors import (
     ABORTED, CLOSED, DROPPED, ENDED, KILLED, RAISED, AbandonedError, FastcommError, MismatchError,
-    PeerLostError, TimeoutError, has_aborted,
+    PeerLostError, TimeoutError, has_aborted, has_ended,
 )
 from fastcomm.comm.lifetime import again
 from fastcomm.comm.script_end import tell_at_end
@@ -144,19 +144,20 @@ cdef class Ring:
 
     def __dealloc__(self):
         if self.handle != NULL:
-            self._leave(SHM_DROPPED)
+            self._drop()
         shm_free_comm(self.handle)
 
     # -- the end --
 
     def tell_of_end(self, bint has_raised):
-        self._leave(SHM_RAISED if has_raised else SHM_ENDED)
+        if not self.life.is_forked():
+            state = SHM_RAISED if has_raised else SHM_ENDED
+            self._end(state, -1, FastcommError(has_ended(self.rank)))
 
-    cdef void _leave(self, int state) noexcept:
+    cdef void _drop(self) noexcept:
         """Without close(). Not in a forked child: the segment is the parent's."""
         if self.life.failure is None and not self.life.is_forked():
-            if shm_state_of(self.handle, self.rank) == SHM_ALIVE:
-                shm_set_state(self.handle, state, -1)
+            shm_set_state(self.handle, SHM_DROPPED, -1)
 
     cdef close(self, int state, str message):
         """Ends the use of the ring on this rank. state: SHM_CLOSED or SHM_ABORTED."""
