@@ -21,6 +21,8 @@ from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
 from typing import Any, NamedTuple
 
+from fastcomm.comm.deadline import Deadline
+
 _ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 _FORWARDED = (signal.SIGUSR1, signal.SIGUSR2)  # by which batch systems announce the end of a job
 # A handler that is neither is the caller's, and stays; SIG_IGN stays, too, for the ranks as well.
@@ -94,8 +96,8 @@ class Processes:
         ended: dict[int, Ended] = {}
         try:
             self._send(number)
-            until = time.monotonic() + _GRACE_S
-            while self._running and time.monotonic() < until:
+            deadline = Deadline(_GRACE_S)
+            while self._running and not deadline.is_over():
                 ended |= self.ended()
         finally:  # a second signal does not wait
             self._send(signal.SIGKILL)
