@@ -414,16 +414,20 @@ def is_readable(tensor: Tensor) -> bool:
 
 def without_memory(tensor: Tensor) -> str:
     """What is wrong with a tensor that lacks memory."""
+    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        return (
+            "is one that torch.func (grad, vmap, ...) traces, and has no memory: call collectives "
+            "outside of what it transforms"
+        )
     return (
         f"is a {type(tensor).__name__} without memory for its elements (a zero tensor of torch's, "
-        "one that wraps others, one from a FakeTensorMode or torch.func, or one whose storage was "
-        "freed): make a plain tensor of it, by clone() where it has values"
+        "one that wraps others, one from a FakeTensorMode, or one whose storage was freed): make a plain tensor of it, by clone() where it has values"
     )
 
 
 def refuse_tensor(tensor: object, backend: str, device: torch.device) -> NoReturn:
-    """Says what is wrong with a tensor: it must be dense, on the device, contiguous and neither a
-    negated view nor a wrapper. Raises TypeError or ValueError.
+    """Says what is wrong with a tensor: it must be dense, on the device, contiguous, in memory and
+    neither a negated view nor a wrapper. Raises TypeError or ValueError.
     """
     if not isinstance(tensor, Tensor):
         raise TypeError(

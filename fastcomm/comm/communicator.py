@@ -8,7 +8,7 @@ import abc
 from collections.abc import Sequence
 from datetime import timedelta
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,8 +20,23 @@ C = TypeVar("C", bound="Communicator")
 _LONGEST_WAIT = timedelta(seconds=30)  # for ranks that live and do not come to a rebuild()
 
 
-class Work(abc.ABC):
+class ProcessBound:
+    """The base of what belongs to one process, and can be neither copied nor pickled."""
+
+    instead = ""  # what to do, behind "keep it out of what you copy or save"
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        """Raises TypeError. Called by copy, pickle and torch.save()."""
+        raise TypeError(
+            f"a {type(self).__name__} belongs to this process, and can be neither copied nor "
+            f"pickled: keep it out of what you copy or save{self.instead}"
+        )
+
+
+class Work(ProcessBound, abc.ABC):
     """A collective that has been launched. Its tensors must not be touched until `wait` returns."""
+
+    instead = ", and call its wait() first"
 
     @abc.abstractmethod
     def wait(self) -> None:
@@ -36,7 +51,7 @@ class Work(abc.ABC):
         """
 
 
-class Communicator(abc.ABC):
+class Communicator(ProcessBound, abc.ABC):
     """Collectives between `world_size` ranks. All ranks call the same ones in the same order; one
     thread at a time per communicator. Made by fastcomm.init(); a context manager, which closes it,
     or aborts it where an exception other than sys.exit(0) ends the block.
@@ -57,9 +72,15 @@ class Communicator(abc.ABC):
     before any peer is involved. Over NCCL an error may be raised by a later call: the host does not
     wait for the device. With async_op=True a collective returns a Work at once, and else None:
     leave the tensors alone until work.wait() has returned, which then raises what has gone wrong.
-    Another collective on the same memory would touch it: wait first.
+    Another collective on the same memory would touch it: wait first. For autograd a collective is
+    a write to the tensors that it changes: a backward that needs what they held raises torch's
+    error.
+
+    A copy of what holds a communicator, such as a model, holds the same one; pickling it raises
+    TypeError.
     """
 
+    instead = ", and call fastcomm.init() where you load it"
     rank: int
     world_size: int
     local_rank: int
@@ -71,6 +92,12 @@ class Communicator(abc.ABC):
     timeout: timedelta
     # For rebuild(), split(), send() and recv(): a fastcomm.launching.membership.Fixed
     membership: Any = None
+
+    def __copy__(self: C) -> C:
+        return self
+
+    def __deepcopy__(self: C, memo: dict[int, Any]) -> C:
+        return self
 
     @property
     @abc.abstractmethod

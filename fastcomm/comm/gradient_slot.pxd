@@ -1,4 +1,6 @@
-"""Where one gradient lies in its flat buffer, for the buckets of shm and nccl."""
+"""Where one gradient lies in its flat buffer, for the buckets of shm and nccl; and torch's
+description of any tensor, in C.
+"""
 
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint16_t, uint64_t
 
@@ -21,6 +23,7 @@ ctypedef struct DLTensor:
 
 
 cdef bint is_without_memory(tensor, const void *address) except -1
+cdef bint is_described(tensor, DLTensor *found) noexcept
 
 
 cdef class GradientSlot:

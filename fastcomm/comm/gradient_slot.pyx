@@ -61,6 +61,19 @@ def use_exchange_table(bint use=True):
 use_exchange_table()
 
 
+cdef bint is_described(tensor, DLTensor *found) noexcept:
+    """Describes a Tensor or Parameter, for as long as that keeps its shape. False where this torch
+    has no table, or no description of the tensor. What a negated or conjugated view lies on is
+    described as any other.
+    """
+    if describe == NULL:
+        return False
+    if describe(<void *>tensor, found) == 0:
+        return True
+    PyErr_Clear()
+    return False
+
+
 cdef class GradientSlot:
     """The slot of the gradient `view`, a tensor on the memory of a flat buffer that outlives this
     object.
@@ -72,8 +85,7 @@ cdef class GradientSlot:
         self.address = <char *><size_t>view.data_ptr()
         self.dtype, self.shape, self.strides = view.dtype, tuple(view.shape), view.stride()
         self.is_complex = self.dtype.is_complex
-        if describe == NULL or describe(<void *>view, &self.geometry) != 0:
-            PyErr_Clear()
+        if not is_described(view, &self.geometry):
             self.geometry.ndim = -1
             return
         nbytes = self.geometry.ndim * sizeof(int64_t)
@@ -135,14 +147,8 @@ cdef class GradientSlot:
     cdef bint _describes(self, tensor, DLTensor *found) except -1:
         """Fills in `found` if torch can be asked in C. Other classes may have methods of their own.
         """
-        if describe == NULL or self.geometry.ndim < 0 or (
-            type(tensor) is not Tensor and type(tensor) is not Parameter
-        ):
-            return False
-        if describe(<void *>tensor, found) == 0:
-            return True
-        PyErr_Clear()  # what it has no description of is refused in Python
-        return False
+        is_known = type(tensor) is Tensor or type(tensor) is Parameter
+        return is_known and self.geometry.ndim >= 0 and is_described(tensor, found)
 
 
 cdef bint is_without_memory(tensor, const void *address) except -1:

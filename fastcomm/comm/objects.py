@@ -154,7 +154,7 @@ def _announced(comm: Transport, number: int) -> list[int]:
     MismatchError where only some have a digest.
     """
     numbers = torch.empty(comm.world_size, dtype=torch.int64, device=comm.device)
-    comm.all_gather_single(numbers, torch.tensor([number], device=comm.device))
+    comm.all_gather_single(numbers, torch.full_like(numbers[:1], number))
     by_rank: list[int] = on_host(comm, numbers).tolist()
     by_rank[comm.rank] = number
     for rank, theirs in enumerate(by_rank):

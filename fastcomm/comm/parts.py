@@ -91,7 +91,8 @@ def _agreed(comm: Transport, sent: list[int], expected: list[int]) -> list[list[
     """How many elements each rank sends to each: by sender, then by receiver."""
     n = comm.world_size
     table = torch.empty((n, 2, n), dtype=torch.int64, device=comm.device)
-    comm.all_gather_single(table, torch.tensor([sent, expected], device=comm.device))
+    own = torch.tensor([sent, expected], dtype=torch.int64, device=comm.device)
+    comm.all_gather_single(table, own)
     sent_by, expected_by = on_host(comm, table).unbind(1)
     for src, dst in product(range(n), repeat=2):
         if sent_by[src, dst] != expected_by[dst, src]:

@@ -42,7 +42,7 @@ def _clock_identity() -> str:
 
 def _meet(comm: Transport) -> tuple[int, int]:
     """When this rank came to a meeting of all ranks, and when it left."""
-    came = torch.tensor([time.monotonic_ns()], device=comm.device)
+    came = torch.tensor([time.monotonic_ns()], dtype=torch.int64, device=comm.device)
     all_came = torch.empty(comm.world_size, dtype=torch.int64, device=comm.device)
     before = time.monotonic_ns()
     comm.all_gather_single(all_came, came)

@@ -127,7 +127,8 @@ class Stragglers:
         n = n_rounds - self._began_at
         sees_forward = self.phases.sees_forward
         spent = self._measured() if comm.has_streams else self.phases.take()
-        own = torch.tensor([*(ns / n for ns in spent), sees_forward], dtype=_DTYPE).to(comm.device)
+        facts = [*(ns / n for ns in spent), sees_forward]
+        own = torch.tensor(facts, dtype=_DTYPE, device=comm.device)
         told = torch.empty(comm.world_size * own.numel(), dtype=_DTYPE, device=comm.device)
         comm.all_gather_single(told, own)
         ranks = on_host(comm, told).view(comm.world_size, -1).tolist()
@@ -163,7 +164,8 @@ class Stragglers:
         return True
 
     def _measured(self) -> list[float]:
-        on_host(self._comm, torch.zeros(1, device=self._comm.device))  # all marks are reached
+        mark = torch.zeros(1, dtype=_DTYPE, device=self._comm.device)
+        on_host(self._comm, mark)  # all marks are reached
         return self.phases.take_measured()
 
     def warn(self) -> None:

@@ -15,6 +15,7 @@ from typing import Protocol
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from fastcomm.comm.communicator import ProcessBound
 from fastcomm.comm.objects import gather_objects
 from fastcomm.comm.transport import Transport
 from fastcomm.errors import FastcommError
@@ -44,7 +45,7 @@ class ScalarWriter(Protocol):
     def add_scalar(self, tag: str, value: float, step: int, /) -> object: ...
 
 
-class Timeline:
+class Timeline(ProcessBound):
     """When what happened in a reducer's newest steps. Made by Reducer.timeline(); a context
     manager, which records within its block.
 

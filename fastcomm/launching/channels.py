@@ -18,6 +18,7 @@ from queue import SimpleQueue
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from fastcomm.comm.collective import check_root
 from fastcomm.comm.communicator import Work
@@ -55,6 +56,8 @@ class Channels:
             raise ValueError(f"rank {src} cannot send to itself")
         comm.check_tensor(tensor)
         comm.refuse_capture(name)
+        if dst == comm.rank:
+            increment_version(tensor)  # also where the thread comes to it later
         channel = self._channels.get((src, dst))
         if channel is None:
             channel = _Channel(src, dst, peer, self._meet, self._life)

@@ -303,7 +303,7 @@ class LocalSGD(LocalSteps):
             flat = torch.cat([buffer.detach().double().reshape(-1) for buffer in numbers])
             self.comm.all_reduce(flat, "mean")
             for buffer, mean in zip(numbers, flat.split([b.numel() for b in numbers]), strict=True):
-                buffer.data.copy_(mean.view(buffer.shape))
+                buffer.detach().copy_(mean.view(buffer.shape))
         validation.broadcast(self.comm, others, 0)
 
     # -- checkpoints -------------------------------------------------------------------------------

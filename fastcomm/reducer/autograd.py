@@ -20,8 +20,8 @@ def _n_names(parameter: torch.Tensor) -> int:
     return sys.getrefcount(parameter.grad)
 
 
-_parameter = torch.zeros(1, requires_grad=True, device="cpu")
-_parameter.grad = torch.zeros(1, device="cpu")
+_parameter = torch.zeros(1, requires_grad=True, dtype=torch.float32, device="cpu")
+_parameter.grad = torch.zeros_like(_parameter)
 _N_NAMES = _n_names(_parameter)  # of a gradient that nobody else holds: by the version of torch
 del _parameter
 
@@ -85,7 +85,8 @@ def free_failed_backwards() -> None:
     """
     if not is_inside_backward():
         with torch.inference_mode(False), torch.enable_grad():
-            torch.zeros((), requires_grad=True, device="cpu").backward()
+            scalar = torch.zeros((), requires_grad=True, dtype=torch.float32, device="cpu")
+            scalar.backward()
 
 
 def refuse_compiled_autograd() -> None:

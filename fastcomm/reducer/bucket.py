@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 from torch.nn import Parameter
 
 from fastcomm.comm.collective import OTHERS_GRADIENT, advice_on_bucket
@@ -177,6 +178,7 @@ class Bucket(Counter):
             self._fill_missing(i)
             if own_weight is not None and own_weight.scale != own_weight.total:
                 self.views[i].mul_(own_weight.total / own_weight.scale)  # it is in no unit
+        increment_version(self.views)  # a graph may have saved one that an earlier round has left
         try:
             self._bound.launch(op, missing, step, weight)
         except MismatchError as error:  # the others have posted something else already

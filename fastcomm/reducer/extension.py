@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from torch.optim import Optimizer
 
+from fastcomm.comm.communicator import ProcessBound
 from fastcomm.comm.transport import BucketWork
 from fastcomm.errors import FastcommError
 
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from fastcomm.reducer.round import Round
 
 
-class RoundExtension:
+class RoundExtension(ProcessBound):
     """Base class of features. What a method raises drops the round on all ranks, if one is open."""
 
     def before_round(self, round: Round) -> None:

@@ -27,7 +27,7 @@ from torch.utils.hooks import RemovableHandle
 from fastcomm.comm.abandonment import error_in_abandoned_backward, note_abandoned
 from fastcomm.comm.autograd_stack import enclosing_backward
 from fastcomm.comm.collective import Op, canonical_op
-from fastcomm.comm.communicator import Communicator
+from fastcomm.comm.communicator import Communicator, ProcessBound
 from fastcomm.comm.transport import Transport
 from fastcomm.errors import FastcommError
 from fastcomm.insight.phases import BACKWARD, OPTIMIZER, OTHER, WAITING, Phases
@@ -92,7 +92,7 @@ _NO_MODEL = "the reducer has no model: attach(model) first, on every rank"
 _FAILED_REFRESH = "refresh() failed: call it again, on every rank"
 
 
-class Reducer(ReducerFlags):
+class Reducer(ProcessBound, ReducerFlags):
     """Reduces gradients over all ranks during backward.
 
     comm: the communicator; left out, fastcomm.init().
@@ -129,6 +129,8 @@ class Reducer(ReducerFlags):
     n_rounds: how many reductions have ended as they should; equal on all ranks.
     data_exhausted: whether this rank's data has ended, in the join() under way or the last one.
     """
+
+    instead = ", and attach another one to the copy, on every rank"
 
     comm: Transport  # to users, a Communicator
     n_rounds: int
@@ -193,13 +195,6 @@ class Reducer(ReducerFlags):
 
     def __repr__(self) -> str:
         return describe(self, None if self._model is None else self._model())
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        raise TypeError(
-            "a Reducer can be neither copied nor pickled, since it holds a communicator and hooks "
-            "on its model: keep it out of what you copy or save, and attach another one to the "
-            "copy, on every rank"
-        )
 
     # -- attaching ---------------------------------------------------------------------------------
 

@@ -55,5 +55,5 @@ class Sample:
 
 def _places(offset: int, numel: int) -> Tensor:
     """Spreads indices over one gradient; of a small one some repeat."""
-    steps = torch.arange(_PER_GRADIENT, device="cpu")
+    steps = torch.arange(_PER_GRADIENT, dtype=torch.int64, device="cpu")
     return offset + (steps * max(numel - 1, 0)) // (_PER_GRADIENT - 1)

@@ -157,7 +157,7 @@ def _norm_of(gradients: list[Tensor], device: torch.device) -> Tensor:
     16-bit floats, whose squares soon overflow.
     """
     if not gradients:
-        return torch.zeros((), device=device)
+        return torch.zeros((), dtype=torch.float32, device=device)
     return torch.nn.utils.get_total_norm(
         [gradient.float() if gradient.dtype.itemsize < 4 else gradient for gradient in gradients]
     )

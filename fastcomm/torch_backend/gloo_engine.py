@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._C import _distributed_c10d as c10d
+from torch.autograd.graph import increment_version
 from torch.futures import Future
 
 from fastcomm.comm.deadline import Deadline
@@ -46,15 +47,19 @@ class GlooEngine:
         places: list[tuple[Tensor, Tensor]] = []
         flat = [_flat(argument, places if i == 0 else []) for i, argument in enumerate(arguments)]
         is_root = getattr(arguments[-1], "rootRank", None) == self._gloo.rank()
+        value = _tensors(arguments[0])
         if (name == "broadcast" and is_root) or (name == "reduce" and not is_root):
             places = []  # this rank only gives
-        value = _tensors(arguments[0])
+        else:
+            increment_version(value)  # torch does so for some kinds alone
         work = EngineWork(self._call(name, flat), self, name, value, places)
         registered(work, value)
         return work
 
     def transfer(self, name: str, *arguments: Any) -> EngineWork:
         """Runs as `collective`, between two ranks: the loss of a third one does not end it."""
+        if name != "send":
+            increment_version(arguments[0])
         return TransferWork(self._call(name, arguments), self, name)
 
     def reduce_scatter(self, output: Tensor, parts: Sequence[Tensor], opts: Any) -> Finished:

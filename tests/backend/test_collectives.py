@@ -417,3 +417,29 @@ def test_what_a_caller_writes_after_its_work_was_completed_stays(comm):
     work.wait()
     dist.barrier()
     assert column.tolist() == [7.0] * 3
+
+
+@on_ranks(2)
+def test_for_autograd_a_collective_is_a_write_to_what_it_changes(comm):
+    world()
+    rank, halves, both = comm.rank, list(torch.ones(2, 4)), (0, 1)
+    calls = {
+        "all_reduce": (both, dist.all_reduce),
+        "broadcast": ((1,), lambda y: dist.broadcast(y, 0)),
+        "reduce": ((0,), lambda y: dist.reduce(y, 0)),
+        "scatter": (both, lambda y: dist.scatter(y, None if rank else halves, 0)),
+        "gather": ((0,), lambda y: dist.gather(halves[0], None if rank else [y, halves[1]], 0)),
+        "all_to_all_single": (both, lambda y: dist.all_to_all_single(y, torch.ones(4))),
+        "all_gather_into_tensor": (both, lambda y: dist.all_gather_into_tensor(y, torch.ones(2))),
+        "reduce_scatter_tensor": (both, lambda y: dist.reduce_scatter_tensor(y, torch.ones(8))),
+        "send and recv": ((1,), lambda y: dist.recv(y, 0) if rank else dist.send(y, 1)),
+    }
+    for writers, call in calls.values():
+        y = torch.ones(4, requires_grad=True).exp()
+        with torch.no_grad():
+            call(y)
+        if rank in writers:
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                y.sum().backward()
+        else:
+            y.sum().backward()

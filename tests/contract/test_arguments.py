@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.masked import masked_tensor
 
 from tests.support.ranks import on_ranks
 from tests.support.reference import check_all_reduce
@@ -112,7 +113,28 @@ def freed():
     return tensor, "without memory"
 
 
-WITHOUT_MEMORY = [wrapper, fake, zeros_of_torch, slice_of_such_zeros, freed]
+def masked():
+    return masked_tensor(torch.ones(4), torch.ones(4) > 0), "a MaskedTensor without memory"
+
+
+WITHOUT_MEMORY = [wrapper, fake, zeros_of_torch, slice_of_such_zeros, freed, masked]
+
+
+def calls_with(comm, tensor):
+    return (
+        lambda: comm.all_reduce(tensor),
+        lambda: comm.all_reduce_coalesced([torch.ones(4), tensor]),
+        lambda: comm.broadcast(tensor),
+        lambda: comm.all_gather_single(torch.ones(8), tensor),
+        lambda: comm.all_gather_single(tensor, torch.ones(2)),
+        lambda: comm.reduce_scatter_single(torch.ones(2), tensor),
+        lambda: comm.reduce_scatter_single(tensor, torch.ones(8)),
+        lambda: comm.gather(torch.ones(8), tensor),
+        lambda: comm.scatter(tensor, torch.ones(8)),
+        lambda: comm.all_to_all_single(tensor, torch.ones(4)),
+        lambda: comm.send(tensor, 1),
+        lambda: comm.recv(tensor, 1),
+    )
 
 
 @pytest.mark.parametrize("make", WITHOUT_MEMORY, ids=lambda make: make.__name__)
@@ -120,16 +142,22 @@ WITHOUT_MEMORY = [wrapper, fake, zeros_of_torch, slice_of_such_zeros, freed]
 @on_ranks()
 def test_tensors_without_memory_are_refused(comm, make):
     tensor, words = make()
-    for call in (
-        lambda: comm.all_reduce(tensor),
-        lambda: comm.all_reduce_coalesced([torch.ones(4), tensor]),
-        lambda: comm.broadcast(tensor),
-        lambda: comm.all_gather_single(torch.ones(8), tensor),
-        lambda: comm.reduce_scatter_single(torch.ones(2), tensor),
-        lambda: comm.send(tensor, 1),
-        lambda: comm.recv(tensor, 1),
-    ):
+    for call in calls_with(comm, tensor):
         refused(comm, ValueError, words, call)
+
+
+@pytest.mark.parametrize("name", ["grad", "vmap", "functionalize"])
+@over(2)
+@on_ranks()
+def test_tensors_that_torch_func_traces_are_refused(comm, name):
+    def traced(tensor):
+        for call in calls_with(comm, tensor):
+            refused(comm, ValueError, f"torch.func .* no memory: {outside}", call)
+        return tensor.sum()
+
+    outside = "call collectives outside of what it transforms"
+    numel = (3, 4) if name == "vmap" else 4
+    getattr(torch.func, name)(traced)(torch.ones(numel))
 
 
 @over(2)

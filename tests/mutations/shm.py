@@ -11,6 +11,22 @@ COMMUNICATOR = "fastcomm/transports/shm/communicator.pyx"
 
 MUTATIONS = (
     Mutation(
+        name="shm: autograd does not know what a blocking collective writes to",
+        file=RING,
+        within="Ring.call",
+        old="INCREMENT_VERSION(written)",
+        new="pass",
+        tests=("tests/contract/test_autograd.py",),
+    ),
+    Mutation(
+        name="shm: a tensor without memory is taken",
+        file=RING,
+        within="Ring.check",
+        old="not IS_NEG(tensor) and not is_without_memory(tensor, data):",
+        new="not IS_NEG(tensor):",
+        tests=("tests/contract/test_arguments.py",),
+    ),
+    Mutation(
         name="shm: the ranks do not compare the sizes of tensors that are reduced as one",
         file=COMMUNICATOR,
         within="ShmCommunicator.all_reduce_coalesced",
@@ -119,7 +135,7 @@ MUTATIONS = (
     Mutation(
         name="shm: a tensor of another communicator's arena is one of this",
         file=RING,
-        within="Ring.check",
+        within="Ring._place",
         old="d.where = offset if offset < self.arena.nbytes else SHM_PRIVATE",
         new="d.where = offset if data > self.arena.base else SHM_PRIVATE",
         tests=("tests/transports/shm/test_communicator.py", "tests/contract/test_async.py"),

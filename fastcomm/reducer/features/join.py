@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import torch
 
 from fastcomm.comm.collective import WEIGHTED_OPS
+from fastcomm.comm.communicator import ProcessBound
 from fastcomm.comm.objects import gather_objects
 from fastcomm.comm.transport import Transport, Weight
 from fastcomm.errors import AbandonedError, FastcommError, MismatchError
@@ -61,7 +62,7 @@ def is_joining(comm: Transport) -> bool:
     return comm in _open
 
 
-class Join(Generic[T]):
+class Join(ProcessBound, Generic[T]):
     """The block of Reducer.join(). Made anew for each, or used again."""
 
     def __init__(

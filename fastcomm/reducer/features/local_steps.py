@@ -13,6 +13,8 @@ from fastcomm.reducer.extension import RoundExtension
 class LocalSteps(RoundExtension):
     """Installed in a reducer while its ranks step by themselves."""
 
+    instead = ", and save its state_dict()"
+
     @property
     def name(self) -> str:
         """For the reducer: how the ranks sync, in messages: "LocalSGD"."""

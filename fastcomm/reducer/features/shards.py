@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 from torch.nn import Parameter
 
 from fastcomm.comm.communicator import Work
@@ -74,6 +75,7 @@ class BucketShard:
         self._bounds, self._geometries = bounds, bucket.geometries
         self.keeps_gradients = sharding.keeps_gradients
         self.is_pending = False  # holds gradients that were neither stepped nor dropped
+        self._are_stepped: list[bool] = []  # by slot: whether the next step writes to the parameter
         self._is_shared = sharding.shares_parameters
         empty = comm.empty_for_all if self._is_shared else comm.empty
         self._flat = empty(bounds[-1], dtype=bucket.dtype).zero_()
@@ -142,8 +144,10 @@ class BucketShard:
             return
         slots = list(zip(bucket.parameters, bucket.views, self.pieces, strict=True))
         if not self.is_pending:
+            self._are_stepped = []
             for parameter, view, piece in slots:
                 is_present = parameter is not None and parameter.grad is view
+                self._are_stepped.append(is_present)
                 if piece is not None:
                     piece.parameter.grad = piece.gradient if is_present else None
         self.is_pending = True
@@ -175,6 +179,8 @@ class BucketShard:
         """
         parameters = bucket.parameters
         self._elsewhere = []
+        if self.keeps_gradients:
+            self._are_stepped = [p is not None and p.grad is not None for p in parameters]
         for i, parameter in enumerate(parameters):
             if parameter is not None and not self._slots[i].holds(parameter):
                 self._take_back(i, bucket.names[i], parameter)
@@ -191,6 +197,9 @@ class BucketShard:
                     "ShardedOptimizer steps reduced ones. Run the last backward before step() "
                     "outside no_sync(), or call reducer.reduce() on every rank"
                 )
+        # the optimizer writes to pieces, of which autograd knows nothing
+        stepped = zip(parameters, self._are_stepped, strict=False)
+        increment_version([p for p, is_stepped in stepped if p is not None and is_stepped])
 
     def _take_back(self, i: int, name: str, parameter: Parameter) -> None:
         """The values lie elsewhere: after parameter.data = ..., as when averaged weights are
@@ -218,7 +227,7 @@ class BucketShard:
 
     def drop(self) -> None:
         """Leaves the pieces without gradients."""
-        self.is_pending = False
+        self.is_pending, self._are_stepped = False, []
         for piece in self.pieces:
             if piece is not None:
                 piece.parameter.grad = None

@@ -115,8 +115,9 @@ class SparseBucket(Bucket):
         self._likes = [torch.empty_like(p, dtype=grad_dtype(p), device="meta") for p in own]
         wide = any(kind_of(like, like.dtype)[1] == torch.float64 for like in self._likes)
         self.dtype = torch.float64 if wide else torch.float32
-        self.flat = torch.empty(0, device=comm.device)  # how long messages are is not known
-        self._hold(named, [torch.empty(1, device=comm.device) for _ in own], comm, n_rounds)
+        # how long messages are is not known
+        self.flat = torch.empty(0, dtype=self.dtype, device=comm.device)
+        self._hold(named, [self.flat.new_empty(1) for _ in own], comm, n_rounds)
         self._held = {}  # results are new tensors, which overwrite none of the user's
         self._producers = Producers(comm.cuda) if comm.has_streams else None
         self.note_stream = None if self._producers is None else self._producers.note

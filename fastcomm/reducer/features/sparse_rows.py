@@ -54,6 +54,8 @@ def sparse_of(rows: Rows, size: torch.Size, n_sparse: int, dtype: torch.dtype) -
         torch.stack(indices[::-1]),
         values.reshape(shape),
         size,
+        dtype=dtype,
+        device=values.device,
         is_coalesced=True,
         check_invariants=False,
     )

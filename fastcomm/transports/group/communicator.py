@@ -24,6 +24,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from fastcomm.comm import messages
@@ -137,7 +138,8 @@ class GroupCommunicator(Transport):
         flat = self._check(tensor, op)
         call = Call("all_reduce", flat.numel(), flat.dtype, flat.dtype, op)
         transfer = self._exchange.transfer_of(flat, None)
-        return self._begin(GroupWork(self._queue, call, transfer, flat, fusable=flat), async_op)
+        work = GroupWork(self._queue, call, transfer, flat, fusable=flat)
+        return self._begin(work, async_op, [flat])
 
     def all_reduce_coalesced(
         self, tensors: Sequence[Tensor], op: Op = "sum", *, async_op: bool = False
@@ -150,7 +152,7 @@ class GroupCommunicator(Transport):
         call = Call("all_reduce", sum(numels), dtype, dtype, op, step=sizes(numels))
         transfer = self._exchange.fused_transfer_of(flats)
         work = GroupWork(self._queue, call, transfer, payload=transfer.fused)
-        return self._begin(work, async_op)
+        return self._begin(work, async_op, flats)
 
     def broadcast(
         self, tensor: Tensor, src: int = 0, *, async_op: bool = False
@@ -159,7 +161,8 @@ class GroupCommunicator(Transport):
         check_root("src", src, self.world_size)
         call = Call("broadcast", flat.numel(), flat.dtype, flat.dtype, root=src)
         transfer = Transfer(lambda _, rows, __: self._exchange.broadcast(flat, src, rows))
-        return self._begin(GroupWork(self._queue, call, transfer, flat), async_op)
+        written = [] if src == self.rank else [flat]
+        return self._begin(GroupWork(self._queue, call, transfer, flat), async_op, written)
 
     def broadcast_all(self, tensors: list[Tensor], src: int = 0) -> None:
         """One collective, so that no exception can split it."""
@@ -171,7 +174,8 @@ class GroupCommunicator(Transport):
                 self._exchange.broadcast(flat, src)
 
         call = Call("broadcast", sum(map(len, flats)), root=src)
-        self._begin(GroupWork(self._queue, call, Transfer(move)), False)
+        written = [] if src == self.rank else flats
+        self._begin(GroupWork(self._queue, call, Transfer(move)), False, written)
 
     def all_gather_single(
         self, out: Tensor, inp: Tensor, *, async_op: bool = False
@@ -180,7 +184,7 @@ class GroupCommunicator(Transport):
         whole = self._check_out("all_gather_single", out, inp, inp.numel() * self.world_size)
         call = Call("all_gather_single", flat.numel(), flat.dtype, flat.dtype)
         transfer = Transfer(lambda _, rows, __: self._exchange.all_gather(whole, flat, rows))
-        return self._begin(GroupWork(self._queue, call, transfer, flat), async_op)
+        return self._begin(GroupWork(self._queue, call, transfer, flat), async_op, [whole])
 
     def reduce_scatter_single(
         self, out: Tensor, inp: Tensor, op: Op = "sum", *, async_op: bool = False
@@ -191,7 +195,7 @@ class GroupCommunicator(Transport):
         part = self._check_out("reduce_scatter_single", out, inp, numel)
         call = Call("reduce_scatter_single", flat.numel(), flat.dtype, flat.dtype, op)
         transfer = Transfer(functools.partial(self._exchange.reduce_scatter, part, flat))
-        return self._begin(GroupWork(self._queue, call, transfer, flat), async_op)
+        return self._begin(GroupWork(self._queue, call, transfer, flat), async_op, [part])
 
     def gather(
         self, out: Tensor | None, inp: Tensor, dst: int = 0, *, async_op: bool = False
@@ -236,7 +240,8 @@ class GroupCommunicator(Transport):
         sent = (empty if inp is None else inp).split(parts.sent)
         transfer = Transfer(lambda *_: self._exchange.swap_parts(received, sent))
         call = Call(kind, parts.numel, dtype, dtype, root=root)
-        return self._begin(GroupWork(self._queue, call, transfer), async_op)
+        written = [] if out is None else [out]
+        return self._begin(GroupWork(self._queue, call, transfer), async_op, written)
 
     def barrier(self, *, async_op: bool = False) -> GroupWork | None:
         """The announcement is the whole barrier."""
@@ -290,7 +295,14 @@ class GroupCommunicator(Transport):
         work.run()
         return not work.has_followed
 
-    def _begin(self, work: GroupWork, async_op: bool) -> GroupWork | None:
+    def _begin(
+        self, work: GroupWork, async_op: bool, written: Sequence[Tensor] = ()
+    ) -> GroupWork | None:
+        """written: the user's tensors that it writes to; autograd hears of that here and at the
+        end, as somebody may use them meanwhile.
+        """
+        work.written = written
+        increment_version(written)
         if async_op:
             work.post()
             return work

@@ -148,7 +148,7 @@ class Exchange:
         """Functions that begin to receive what nobody sends, over each connection."""
         others = [rank for rank in range(self._world_size) if rank != self._rank]
         for group, rank in itertools.product(self._own_groups, others):
-            never = torch.empty(1, device="cpu")
+            never = torch.empty(1, dtype=torch.float32, device="cpu")
             yield functools.partial(group.recv, [never], rank, _NEVER_SENT)
 
     def close(self) -> None:
@@ -304,7 +304,8 @@ class Exchange:
 
     def broadcast(self, flat: Tensor, src: int, rows: Tensor | None = None) -> None:
         if rows is not None:
-            flat.copy_(rows[src])
+            if src != self._rank:
+                flat.copy_(rows[src])
             return
         options = dist.BroadcastOptions()
         options.rootRank = src

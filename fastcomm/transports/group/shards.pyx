@@ -155,7 +155,8 @@ class Announcer:
         for one in behind:
             numbers += one.numel, one.label, one.step
         frame = torch.zeros(_HEAD_NBYTES + PAYLOAD_NBYTES, dtype=torch.uint8, device="cpu")
-        frame[:8 * len(numbers)].view(torch.int64).copy_(torch.tensor(numbers, device="cpu"))
+        head = torch.tensor(numbers, dtype=torch.int64, device="cpu")
+        frame[:8 * len(numbers)].view(torch.int64).copy_(head)
         if payload is not None:
             frame[_HEAD_NBYTES:_HEAD_NBYTES + payload.nbytes] = payload.view(-1).view(torch.uint8)
         frames = torch.empty(self._world_size, frame.numel(), dtype=torch.uint8, device="cpu")

@@ -10,11 +10,12 @@ begun again.
 from __future__ import annotations
 
 import queue
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from torch import Tensor
+from torch.autograd.graph import increment_version
 from torch.nn import Parameter
 
 from fastcomm.comm.collective import used_values
@@ -85,6 +86,7 @@ class GroupWork(BucketWork):
         # The tensor, if others can be fused with it: nothing but its length, label and step tells
         # it from theirs, and it does not travel with its announcement.
         self.fusable = None if is_small or call.nbytes > FUSABLE_NBYTES else fusable
+        self.written: Sequence[Tensor] = ()  # those of the user's that it writes to
         self.is_prepared = False  # its data may be sent with its announcement
         self.is_announced = False  # the other ranks may know of it
         self.error: FastcommError | None = None
@@ -210,10 +212,12 @@ class GroupWork(BucketWork):
     def resolve(self, error: FastcommError | None) -> None:
         """Sets the outcome. The first one counts."""
         if not self._is_over:
+            increment_version(self.written)  # whoever saw them since the call
             self.error = error
             if self.entry is not None:
                 self.entry.end(error)
             self.transfer = self.payload = self.fusable = None
+            self.written = ()
             self._is_over = True
             self._bell.put(None)
 

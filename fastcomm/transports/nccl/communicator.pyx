@@ -17,6 +17,7 @@ from fastcomm.comm.collective import (
     lacks_memory, mean_of_addends, real_numel, refuse_error_feedback, refuse_tensor, shard_of,
 )
 from fastcomm.comm.abandonment import is_abandoned_already, leave_backward
+from fastcomm.comm.communicator import Work
 from fastcomm.comm.parts import exchanged, rooted
 from fastcomm.comm.transport import Transport
 from fastcomm.errors import FastcommError
@@ -41,6 +42,7 @@ from fastcomm.transports.nccl.link cimport Link
 
 
 cdef object TENSOR = torch.Tensor
+cdef object INCREMENT_VERSION = torch._C._increment_version  # of tensors in a sequence
 cdef tuple FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 cdef int UINT8 = dtype_number(torch.uint8)
 
@@ -52,9 +54,12 @@ cdef class NcclWork:
     after it; the in-flight record holds them until it is over, if no wait() has let go of them.
     """
 
+    __reduce_ex__, instead = Work.__reduce_ex__, Work.instead
+
     cdef Link link
     cdef InFlight in_flight
     cdef object tensors
+    cdef object written  # those of the user's that it writes to: a sequence, or None
     cdef list sums  # pairs: the tensor for a mean, and the sum to make it of; else None
     cdef Event divided  # recorded after the division, where one is made
     cdef int epoch
@@ -84,7 +89,9 @@ cdef class NcclWork:
             self.link.wait_for(self.in_flight)
         if self.sums is not None:
             self._divide(current)
-        self.tensors = None
+        if self.written is not None:  # whoever saw them since the call
+            INCREMENT_VERSION(self.written)
+        self.tensors = self.written = None
         if current == self.launched_on:  # else that stream could use their memory too early
             self.in_flight.tensors = None
 
@@ -138,6 +145,8 @@ cdef class NcclCommunicator:
     crosses_network = False
     wire_dtypes = (*WIRE_DTYPES, *FP8, torch.int8)
     __enter__, __exit__ = Transport.__enter__, Transport.__exit__
+    __copy__, __deepcopy__ = Transport.__copy__, Transport.__deepcopy__
+    __reduce_ex__, instead = Transport.__reduce_ex__, Transport.instead
     rebuild, split = Transport.rebuild, Transport.split
     send, recv, end_channels = Transport.send, Transport.recv, Transport.end_channels
     empty_for_all = Transport.empty_for_all
@@ -303,6 +312,7 @@ cdef class NcclCommunicator:
             calls, <char *><size_t>flat.data_ptr(), flat.element_size(), dtype_number(flat.dtype),
             bounds, self.rank,
         )
+        work.written = (flat,)
         self._launch(work, None, calls, n)
         work.tensors = (flat,)
         return self._launched(work, True)
@@ -354,7 +364,7 @@ cdef class NcclCommunicator:
                 n += 1
         cdef NcclWork work = self._new_work(async_op)
         self._note(work.in_flight, ALL_REDUCE, dtype, sum(numels), 0)
-        work.in_flight.step = sizes(numels)
+        work.in_flight.step, work.written = sizes(numels), outs
         self._launch(work, op, calls, n)
         work.tensors = (*outs, *summed)
         if summed is not outs:
@@ -391,6 +401,7 @@ cdef class NcclCommunicator:
                 calls[n] = Call(BROADCAST, data, data, tensor.nbytes, UINT8, 0, src)
                 n += 1
         in_flight.kind, in_flight.dtype, in_flight.root = BROADCAST, torch.uint8, src
+        work.written = None if src == self.rank else tensors
         in_flight.numel = sum([tensor.nbytes for tensor in tensors])
         self._launch(work, None, calls, n)
         self.cuda.order_current_after(in_flight.done)
@@ -508,6 +519,8 @@ cdef class NcclCommunicator:
         call.numel = out.numel() if kind == REDUCE_SCATTER else inp.numel()
         call.op = 0 if op is None else op_number(op)
         self._note(work.in_flight, kind, inp.dtype, inp.numel(), root)
+        if kind != BROADCAST or root != self.rank:
+            work.written = (out if divided is None else divided,)
         self._launch(work, op, &call, 1)
         work.tensors = (out, inp)
         if divided is not None:
@@ -529,6 +542,7 @@ cdef class NcclCommunicator:
             calls, origin, to, parts.sent, parts.received, dtype.itemsize, dtype_number(dtype)
         )
         self._note(work.in_flight, kind, dtype, parts.numel, root)
+        work.written = None if target is None else (target,)
         self._launch(work, None, calls, n)
         work.tensors = (target, source)
         return self._launched(work, async_op)
@@ -569,6 +583,8 @@ cdef class NcclCommunicator:
         cdef CUstream current = work.launched_on
         cdef const char *failed = NULL
         cdef int code
+        if work.written is not None:
+            INCREMENT_VERSION(work.written)
         try:
             link.launches.begin(lane, in_flight, op)
             work.epoch, work.number = link.epoch, in_flight.number

@@ -73,4 +73,5 @@ def _part_of_totals(comm: NcclCommunicator, weight: float, n_ranks: int, reducer
     the reducer's number. float64, of shape (3,).
     """
     row = [weight, n_ranks, n_ranks * reducer]
-    return torch.tensor(row, dtype=torch.float64).to(comm.device, non_blocking=True)
+    on_host = torch.tensor(row, dtype=torch.float64, device="cpu")
+    return on_host.to(comm.device, non_blocking=True)

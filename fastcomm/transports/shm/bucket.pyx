@@ -156,12 +156,14 @@ cdef class ShmBucket(GatheringBucket):
         cdef ShmWork work = self.posted
         if work is None or not work.was_counted or isnan(work.statistics.square_sum):
             return None  # of NaNs, too
-        return torch.tensor(work.statistics.square_sum, dtype=torch.float64)
+        square_sum = work.statistics.square_sum
+        return torch.tensor(square_sum, dtype=torch.float64, device="cpu")
 
     def n_nonfinite(self):
         if self.posted is None or not self.posted.was_counted:
             return None
-        return torch.tensor(self.posted.statistics.n_nonfinite, dtype=torch.int64)
+        n_nonfinite = self.posted.statistics.n_nonfinite
+        return torch.tensor(n_nonfinite, dtype=torch.int64, device="cpu")
 
 
 BoundBucket.register(ShmBucket)

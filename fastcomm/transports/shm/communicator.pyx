@@ -54,6 +54,8 @@ cdef class ShmCommunicator:
     progresses_itself = is_threadsafe = False
     wire_dtypes = WIRE_DTYPES
     __enter__, __exit__ = Transport.__enter__, Transport.__exit__
+    __copy__, __deepcopy__ = Transport.__copy__, Transport.__deepcopy__
+    __reduce_ex__, instead = Transport.__reduce_ex__, Transport.instead
     rebuild, split = Transport.rebuild, Transport.split
     send, recv, end_channels = Transport.send, Transport.recv, Transport.end_channels
     make_window, share_weight = Transport.make_window, Transport.share_weight
@@ -115,7 +117,7 @@ cdef class ShmCommunicator:
             refuse_dtype(dtype, CPU_DTYPES)
         check_numel(numel)
         if numel == 0:
-            return torch.empty(0, dtype=dtype)
+            return torch.empty(0, dtype=dtype, device="cpu")
         block = Block(self.ring.arena, numel * dtype.itemsize)
         return torch.frombuffer(block, dtype=dtype, count=numel)
 
@@ -123,7 +125,7 @@ cdef class ShmCommunicator:
         """The tensor lies in rank 0's segment."""
         cdef size_t nbytes = max(numel, 1) * dtype.itemsize
         cdef Block block = None
-        place = torch.zeros(1, dtype=torch.int64)
+        place = torch.zeros(1, dtype=torch.int64, device="cpu")
         self.ring.check_usable()
         if self.rank == 0:
             block = Block(self.ring.arena, nbytes)
@@ -170,7 +172,7 @@ cdef class ShmCommunicator:
         cdef Py_ssize_t i
         cdef list numels = [], begins = [], ends = []
         tensors = as_list(tensors)
-        work.ring, work.tensors = self.ring, tensors
+        work.ring, work.written = self.ring, tuple(tensors)
         work.take_pieces(len(tensors))
         for i, tensor in enumerate(tensors):
             try:
@@ -202,7 +204,8 @@ cdef class ShmCommunicator:
         cdef char *data = self.ring.check(tensor, &d)
         check_root("src", src, self.world_size)
         d.root = src
-        return self.ring.call(&d, tensor, data, tensor, data, async_op)
+        out = None if src == self.rank else tensor
+        return self.ring.call(&d, tensor, data, out, data, async_op)
 
     def broadcast_all(self, list tensors, int src=0):
         """Broadcasts one tensor after the other."""
@@ -258,7 +261,7 @@ cdef class ShmCommunicator:
         if parts.of_all is None:
             return self.ring.call(&d, inp, input, out, output, async_op)
         work = ShmWork.__new__(ShmWork)
-        work.ring, work.tensors = self.ring, (inp, out)
+        work.ring, work.tensors, work.written = self.ring, inp, (out,)
         rows = [accumulate(row, initial=0) for row in parts.of_all]
         work.take_bounds(tuple(chain.from_iterable(rows)))
         d.numel = parts.numel
@@ -325,7 +328,7 @@ cdef class ShmCommunicator:
         cdef ShmWork work = ShmWork.__new__(ShmWork)
         if d.where == SHM_PRIVATE and d.numel:
             raise ValueError("all_gather_v() takes tensors that empty() has made")
-        work.ring, work.tensors = self.ring, flat
+        work.ring, work.written = self.ring, (flat,)
         work.take_bounds(bounds)
         d.label = label
         self.ring.post(&d, data, data, work)

@@ -11,6 +11,7 @@ cdef class ShmWork:
     cdef uint32_t seq
     cdef int n_abandoned  # of the ring when it was posted
     cdef object tensors  # kept alive while they are needed
+    cdef tuple written  # those of the user's that it writes to, or None
     # of a bucket that is reduced in another dtype: what is cast back, and from where; else None
     cdef object wide, narrow
     cdef uint64_t *bounds  # of a collective of shards, else NULL
@@ -59,6 +60,7 @@ cdef class Ring:
 
     cdef close(self, int state, str message)
     cdef char *check(self, tensor, shm_descriptor *d) except NULL
+    cdef char *_place(self, char *data, shm_descriptor *d) noexcept
     cdef int check_usable(self) except -1
     cdef object call(
         self, shm_descriptor *d, inp, char *input, out, char *output, bint async_op

@@ -17,6 +17,7 @@ from fastcomm.errors import (
     ABORTED, CLOSED, DROPPED, ENDED, KILLED, RAISED, AbandonedError, FastcommError, MismatchError,
     PeerLostError, TimeoutError, has_aborted, has_ended,
 )
+from fastcomm.comm.communicator import Work
 from fastcomm.comm.lifetime import again
 from fastcomm.comm.script_end import tell_at_end
 from fastcomm.comm.abandonment import tell_of_abandonment, told
@@ -24,10 +25,10 @@ from fastcomm.comm.whereabouts import whereabouts_of
 
 cimport cython
 from cpython.exc cimport PyErr_CheckSignals
-from libc.stdint cimport int32_t
+from libc.stdint cimport int32_t, int64_t
 from libc.stdlib cimport free, malloc
 
-from fastcomm.comm.gradient_slot cimport is_without_memory
+from fastcomm.comm.gradient_slot cimport DLTensor, is_described, is_without_memory
 from fastcomm.transports.shm.descriptor cimport descriptor, in_words, noted
 from fastcomm.transports.shm.memory cimport Segments
 
@@ -35,6 +36,7 @@ from fastcomm.transports.shm.memory cimport Segments
 MAX_RANKS = SHM_MAX_RANKS  # of one communicator
 cdef uint64_t SLICE_NS = 50_000_000  # how often a waiting rank looks at signals and its deadline
 cdef shm_counting NOT_COUNTED = shm_counting(0, False)
+cdef int DL_CPU = 1  # kDLCPU of dlpack.h
 cdef double NOTICE_S = 1  # how long an interrupted rank waits before it prints why
 # How a rank has ended, by its state; an aborted one may name another as the cause.
 cdef dict GONE = {
@@ -42,14 +44,30 @@ cdef dict GONE = {
     SHM_DROPPED: DROPPED, SHM_ENDED: ENDED, SHM_RAISED: RAISED,
 }
 
-cdef object TENSOR = torch.Tensor
+cdef object TENSOR = torch.Tensor, PARAMETER = torch.nn.Parameter
 # Found once: to look each of them up takes a hundredth of a small collective.
 cdef object IS_CONTIGUOUS = TENSOR.is_contiguous, IS_NEG = TENSOR.is_neg
 cdef object DATA_PTR = TENSOR.data_ptr, NUMEL = TENSOR.numel
 cdef object CPU = torch.device("cpu")
+# of tensors in a sequence: autograd then knows that they were written to
+cdef object INCREMENT_VERSION = torch._C._increment_version
 # the address of a tensor without elements: not NULL, which means that an exception was raised
 cdef char *NO_DATA = b""
 cdef dict DTYPE_CODES = {dtype: code for code, dtype in enumerate(CPU_DTYPES)}
+cdef int DESCRIBED_CODES[8][9]  # the same, by DLPack's code of a dtype and its bytes; else -1
+
+
+cdef _fill_in_codes():
+    cdef DLTensor found
+    for kind in range(8):
+        for nbytes in range(9):
+            DESCRIBED_CODES[kind][nbytes] = -1
+    for dtype, code in DTYPE_CODES.items():
+        if is_described(torch.empty(0, dtype=dtype, device="cpu"), &found):
+            DESCRIBED_CODES[found.dtype.code][found.dtype.bits // 8] = code
+
+
+_fill_in_codes()
 
 
 # ---- work ----------------------------------------------------------------------------------------
@@ -57,6 +75,8 @@ cdef dict DTYPE_CODES = {dtype: code for code, dtype in enumerate(CPU_DTYPES)}
 @cython.freelist(8)
 cdef class ShmWork:
     """A collective under way. Holds its tensors, and its outcome once that is known."""
+
+    __reduce_ex__, instead = Work.__reduce_ex__, Work.instead
 
     def __dealloc__(self):
         free(self.pieces)
@@ -106,6 +126,8 @@ cdef class ShmWork:
 
     cdef int resolve(self, object error) except -1:
         """Sets the outcome: an error, or None for a result."""
+        if self.written is not None:  # whoever saw them since the call
+            INCREMENT_VERSION(self.written)
         self.finished = True
         self.error = error
         self.entry.end(error)
@@ -116,7 +138,7 @@ cdef class ShmWork:
 
     cdef void release(self):
         """Drops the tensors: nobody reads or writes them any more."""
-        self.tensors = self.wide = self.narrow = None
+        self.tensors = self.written = self.wide = self.narrow = None
         free(self.pieces)
         self.pieces = NULL
 
@@ -207,7 +229,13 @@ cdef class Ring:
         """
         cdef char *data = NULL
         cdef bint is_taken
+        cdef DLTensor found
         self.check_usable()
+        if (type(tensor) is TENSOR or type(tensor) is PARAMETER) and is_described(tensor, &found):
+            # in place of five calls; what is not taken here is looked at more closely below
+            data = <char *>found.data + found.byte_offset
+            if _takes(&found, d) and not IS_NEG(tensor) and not is_without_memory(tensor, data):
+                return self._place(data, d)
         if type(tensor) is not TENSOR and not isinstance(tensor, TENSOR):
             collective.refuse_tensor(tensor, "shm", CPU)
         dtype = DTYPE_CODES.get(tensor.dtype)
@@ -223,6 +251,10 @@ cdef class Ring:
         d.dtype, d.numel = dtype, NUMEL(tensor)
         if not is_taken or is_without_memory(tensor, data):
             collective.refuse_tensor(tensor, "shm", CPU)
+        return self._place(data, d)
+
+    cdef char *_place(self, char *data, shm_descriptor *d) noexcept:
+        """Notes where the tensor lies. Returns its address, never NULL."""
         cdef size_t offset = data - self.arena.base
         d.where = offset if offset < self.arena.nbytes else SHM_PRIVATE
         return data if data != NULL else NO_DATA
@@ -241,8 +273,10 @@ cdef class Ring:
     cdef object call(
         self, shm_descriptor *d, inp, char *input, out, char *output, bint async_op
     ):
+        """inp, out: held until it is over; the tensor it writes to is `out`, if there is one."""
         cdef ShmWork work
         cdef Entry entry = None
+        cdef tuple written = None if out is None else (out,)
         cdef uint32_t seq
         cdef int posted = SHM_AGAIN, status = SHM_AGAIN
         if self.interruption is not None:
@@ -250,6 +284,8 @@ cdef class Ring:
         if not async_op and self.works[(self.last + 1) % SHM_RING] is None:
             # The fast path of a blocking call: no Work, and one release of the GIL for posting and
             # the first slice of waiting.
+            if written is not None:
+                INCREMENT_VERSION(written)
             entry = noted(self.flight, d, self.last + 1)
             self.busy = True
             with nogil:
@@ -266,7 +302,8 @@ cdef class Ring:
                 return None
             self.check_usable()
         work = ShmWork.__new__(ShmWork)
-        work.ring, work.tensors, work.entry = self, (inp, out), entry
+        work.ring, work.tensors, work.entry = self, inp, entry
+        work.written = written
         if posted == SHM_OK:
             work.seq, work.n_abandoned = seq, self.n_abandoned
             self.works[seq % SHM_RING] = work
@@ -293,6 +330,8 @@ cdef class Ring:
             self.finish(older)
         if self.interruption is not None:  # this collective belongs to the abandoned round
             self.hear()
+        if work.written is not None:
+            INCREMENT_VERSION(work.written)
         if work.entry is None:
             work.entry = noted(self.flight, d, self.last + 1)
         while True:
@@ -556,6 +595,24 @@ cdef class Ring:
     cdef str _in_words(self, int rank, uint32_t seq):
         cdef shm_descriptor d = shm_descriptor_of(self.handle, rank, seq)
         return in_words(d) if shm_is_possible(self.handle, rank, &d) else "what is no collective"
+
+
+cdef bint _takes(const DLTensor *found, shm_descriptor *d) noexcept:
+    """Whether this is a contiguous tensor on the CPU, of a dtype that is reduced. Fills in its
+    dtype and numel.
+    """
+    cdef uint64_t numel = 1
+    cdef int i, code = -1
+    if found.device_type == DL_CPU and found.dtype.code < 8 and found.dtype.bits <= 64:
+        code = DESCRIBED_CODES[found.dtype.code][found.dtype.bits // 8]
+    if code < 0:
+        return False
+    for i in range(found.ndim - 1, -1, -1):
+        if found.strides[i] != <int64_t>numel and found.shape[i] != 1:
+            return False  # also some without elements, which are looked at below
+        numel *= found.shape[i]
+    d.dtype, d.numel = code, numel
+    return True
 
 
 def _seq_of(ShmWork work):
