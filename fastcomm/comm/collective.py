@@ -421,7 +421,8 @@ def without_memory(tensor: Tensor) -> str:
         )
     return (
         f"is a {type(tensor).__name__} without memory for its elements (a zero tensor of torch's, "
-        "one that wraps others, one from a FakeTensorMode, or one whose storage was freed): make a plain tensor of it, by clone() where it has values"
+        "one that wraps others, one from a FakeTensorMode, or one whose storage was freed): make a "
+        "plain tensor of it, by clone() where it has values"
     )
 
 
