@@ -18,6 +18,8 @@ from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
+from fastcomm.comm.gradient_slot import use_exchange_table
+
 HOST = torch.device("meta")  # what a tensor of the host says: not what the communicator asks for
 _FACTORIES = ("arange", "empty", "full", "ones", "rand", "randint", "randn", "tensor", "zeros")
 _BETWEEN_DEVICES = ("__get__", "__set__", "__getitem__", "__setitem__", "copy_", "to")
@@ -30,6 +32,7 @@ class OtherDevice(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
+        use_exchange_table(False)  # fastcomm asks torch in Python, where this hears of it
         self._known: dict[int, tuple[Any, bool]] = {}  # by address: the memory, whether it is there
 
     def __torch_function__(
