@@ -96,8 +96,7 @@ format: $(VENV)/.installed-dev
 	$(VENV)/bin/clang-format -i $(kernel_sources)
 
 clean:
-	rm -rf build dist *.egg-info fastcomm/*/*.so fastcomm/*/*/*.so kernels/cuda/*.fatbin \
-	    $(patsubst %.pyx,%.c,$(filter %.pyx,$(cython_sources)))
+	rm -rf build dist *.egg-info fastcomm/*/*.so fastcomm/*/*/*.so kernels/cuda/*.fatbin
 
 # Editable, so that scripts and ranks started from anywhere import the package from this tree.
 $(VENV)/.installed-%: pyproject.toml $(CONSTRAINTS) | $(VENV)/bin/pip

@@ -91,6 +91,7 @@ class BuildExtensionsAndKernels(build_ext):
 
     def finalize_options(self) -> None:
         super().finalize_options()
+        self.cython_c_in_temp = True  # the C that Cython writes goes to build/, not into fastcomm/
         self.parallel = self.parallel or os.cpu_count()
 
     def run(self) -> None:

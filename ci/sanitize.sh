@@ -67,7 +67,7 @@ sanitize_extensions() { # [quick]
     # With their times: C that Cython has written, and what is not compiled anew, is not stale.
     {
         git ls-files --cached --others --exclude-standard
-        find fastcomm -name '*.c'
+        find build/temp.* -name '*.c'
         find fastcomm/transports/{cuda,nccl} -name '*.so'
     } | tar --create --files-from=- | tar --extract --directory="$copy"
     cd "$copy"

@@ -21,9 +21,7 @@ from torch.distributed import Backend
 import fastcomm
 
 ROOT = Path(__file__).resolve().parent.parent
-# By path: kernels/shm/reduce.c is a source, fastcomm/transports/shm/reduce.c is none.
 CYTHON_SOURCES = [*(ROOT / "fastcomm").rglob("*.pyx"), *(ROOT / "fastcomm").rglob("*.pxd")]
-GENERATED = {path.with_suffix(".c") for path in (ROOT / "fastcomm").rglob("*.pyx")}
 NOT_SOURCES = shutil.ignore_patterns(
     ".git",
     ".venv",
@@ -35,12 +33,6 @@ NOT_SOURCES = shutil.ignore_patterns(
     "*.fatbin",
     "__pycache__",
 )
-
-
-def not_sources(folder: str, names: list[str]) -> set[str]:
-    """What a copy of the sources leaves out, as shutil.copytree asks for it."""
-    generated = {name for name in names if Path(folder, name) in GENERATED}
-    return NOT_SOURCES(folder, names) | generated
 
 
 # Compiling the extension and importing torch in a fresh environment take longer than other tests
@@ -116,7 +108,7 @@ def distributions(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]
     nothing is missing there.
     """
     scratch = tmp_path_factory.mktemp("distributions")
-    tree = shutil.copytree(ROOT, scratch / "tree", ignore=not_sources)
+    tree = shutil.copytree(ROOT, scratch / "tree", ignore=NOT_SOURCES)
     build = (sys.executable, "-m", "build", "--no-isolation", "--outdir", scratch / "dist")
     call(*build, "--sdist", tree, cwd=scratch)
     (sdist,) = (scratch / "dist").glob("*.tar.gz")
@@ -141,9 +133,11 @@ def lend_translations(unpacked: Path) -> None:
     test_sdist_holds_the_sources_and_nothing_built.
     """
     newest = max(path.stat().st_mtime for path in CYTHON_SOURCES)
-    for path in GENERATED:
-        if path.exists() and path.stat().st_mtime > newest:
-            shutil.copyfile(path, unpacked / path.relative_to(ROOT))
+    for path in (ROOT / "build" / BUILT / "fastcomm").rglob("*.c"):
+        if path.stat().st_mtime > newest:
+            lent = unpacked / path.relative_to(ROOT)
+            lent.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path, lent)
 
 
 @pytest.fixture(scope="module")
@@ -340,7 +334,7 @@ def test_scripts_of_the_installed_wheel_are_found(installed: list[str]) -> None:
 
 def test_sources_that_are_not_built_say_so(clean_python: Path, tmp_path: Path) -> None:
     """A newcomer after `pip install .`: Python finds the folder before what was installed."""
-    shutil.copytree(ROOT / "fastcomm", tmp_path / "fastcomm", ignore=not_sources)
+    shutil.copytree(ROOT / "fastcomm", tmp_path / "fastcomm", ignore=NOT_SOURCES)
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     done = subprocess.run(
         [clean_python, "-c", "import fastcomm"],
