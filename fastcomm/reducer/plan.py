@@ -60,7 +60,6 @@ class _Looks(enum.Enum):
 
     ORDER = enum.auto()
     SIZE = enum.auto()
-    NOTHING = enum.auto()
 
 
 @tellable
@@ -78,6 +77,7 @@ class _Seen(NamedTuple):
 class Planner:
     """Looks for better buckets of one reducer, from its attach() on.
 
+    looks_for: what it looks for, if anything.
     cap_mb, order: the size of the next buckets, and the order in which they are filled, by the
         parameters' indices; None: the reverse of registration.
     """
@@ -97,14 +97,14 @@ class Planner:
         self.order: tuple[int, ...] | None = None
         self._to_try: list[float] = []  # sizes; those of the first are measured now
         self.seconds: dict[float, float] = {}  # what a step takes, by size
-        self._looks = _Looks.ORDER if self._follows_arrival else _Looks.SIZE
-        if world_size == 1:
-            self._looks = _Looks.NOTHING
+        self.looks_for: _Looks | None = None
+        if world_size > 1:
+            self.looks_for = _Looks.ORDER if self._follows_arrival else _Looks.SIZE
 
     @property
     def is_measuring(self) -> bool:
         """Whether "auto" has not chosen yet."""
-        return self._is_auto and self._looks is not _Looks.NOTHING
+        return self._is_auto and self.looks_for is not None
 
     def described(self) -> str:
         """For repr()."""
@@ -119,14 +119,14 @@ class Planner:
         self._began_at = reducer.n_rounds
         self._ended_s = 0.0  # when the last round ended
         self._periods: list[float] = []
-        if self._looks is _Looks.ORDER and len(reducer.buckets) > 1:
+        if self.looks_for is _Looks.ORDER and len(reducer.buckets) > 1:
             if reducer.recorder is None:
                 sizes = [len(bucket.indices) for bucket in reducer.buckets]
                 reducer.recorder = Recorder(TRACED_ROUNDS, sum(sizes), len(sizes))
                 self._recorder = reducer.recorder
-        elif self._looks is not _Looks.NOTHING and not self._to_try:
+        elif self.looks_for is not None and not self._to_try:
             self._to_try = self._sizes() if self._is_auto else []
-            self._looks = _Looks.SIZE if self._to_try else _Looks.NOTHING
+            self.looks_for = _Looks.SIZE if self._to_try else None
 
     def layouts(self, kinds: Sequence[tuple[int, torch.dtype, int]]) -> tuple[BucketLayout, ...]:
         """The next buckets. kinds: the numel, dtype and itemsize of each gradient."""
@@ -152,7 +152,7 @@ class Planner:
 
     def stop(self, reducer: Reducer) -> None:
         """The buckets stay as they are."""
-        self._looks = _Looks.NOTHING
+        self.looks_for = None
         self.end_trace(reducer)
 
     def end_trace(self, reducer: Reducer) -> None:
@@ -164,18 +164,16 @@ class Planner:
     # -- after a round -----------------------------------------------------------------------------
 
     def after_round(self, reducer: Reducer, can_replan: bool) -> None:
-        """A round has ended. Collective in the rounds that decide; all ranks end the same rounds,
-        one by a backward, another without, as after skip_step(). can_replan: no backward is under
-        way, and no step of an optimizer. Inside a join() the ranks without data end none, and the
-        others decide later.
+        """A round has ended, and this looks for something. Collective in the rounds that decide.
+        All ranks end the same rounds, one by a backward, another without, as after skip_step().
+        Inside a join() the ranks without data end none, and the others decide later. can_replan: no
+        backward is under way, and no step of an optimizer.
         """
-        if self._looks is _Looks.NOTHING:
-            return
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             self.stop(reducer)  # a graph will go on using the buckets there are
             return
         n = reducer.n_rounds - self._began_at
-        is_size = self._looks is _Looks.SIZE
+        is_size = self.looks_for is _Looks.SIZE
         if is_size:
             self._note_round(reducer, n)
         due = WARM_UP_ROUNDS + MEASURED_ROUNDS if is_size else TRACED_ROUNDS
@@ -196,12 +194,12 @@ class Planner:
 
     def _decide(self, reducer: Reducer, can_replan: bool, is_last: bool) -> None:
         """is_last: decides now, or stops."""
-        order = self._seen_order(reducer) if self._looks is _Looks.ORDER else None
+        order = self._seen_order(reducer) if self.looks_for is _Looks.ORDER else None
         period_s = statistics.median(self._periods) if self._periods else math.inf
         own = _Seen(order, period_s, can_replan)
         seen = gather_objects(reducer.comm, own, "backward()")
         can_replan = all(one.can_replan for one in seen)
-        if self._looks is _Looks.ORDER:
+        if self.looks_for is _Looks.ORDER:
             orders = {one.order for one in seen}
             if can_replan or is_last or None in orders:
                 self._follow(reducer, orders if can_replan else {None})
@@ -221,7 +219,7 @@ class Planner:
     def _follow(self, reducer: Reducer, orders: set[tuple[int, ...] | None]) -> None:
         """orders: what the ranks have seen."""
         self.end_trace(reducer)
-        self._looks = _Looks.SIZE
+        self.looks_for = _Looks.SIZE
         order = orders.pop()
         if order is not None and not orders and order != tuple(sorted(order, reverse=True)):
             self.order = order

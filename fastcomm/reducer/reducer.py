@@ -671,8 +671,9 @@ class Reducer(ProcessBound, ReducerFlags):
 
     def _plan_anew(self, *, can_replan: bool) -> None:
         """See Planner.after_round."""
-        with self._outliving():
-            self.planner.after_round(self, can_replan)
+        if self.planner.looks_for is not None:
+            with self._outliving():
+                self.planner.after_round(self, can_replan)
 
     def forget_phases(self) -> None:
         """For the reducer: on all ranks, the time that has gone by was not that of steps."""
@@ -918,6 +919,8 @@ class Reducer(ProcessBound, ReducerFlags):
         True from the verdict, or from this rank's vote, until the next reduction begins, detach()
         or refresh().
         """
+        if not self.extensions:
+            return False
         elastic, skipping = self.find(Elastic), self.find(Skipping)
         if elastic is not None and elastic.outlived is not None:
             return True

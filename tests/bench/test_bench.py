@@ -361,7 +361,7 @@ def test_step_on_cuda_compares_fewer_bits_on_the_wire_as_well(on_the_host, tmp_p
     assert "of 2 met" in printed.splitlines()[-1]
 
 
-@pytest.mark.parametrize("more", [["ddp_views"], ["copied"]])
+@pytest.mark.parametrize("more", [["ddp_views"], ["sharded"]])
 def test_step_takes_some_of_its_ways(on_the_host, tmp_path, more):
     ways = ["--ways", "local", "fastcomm", *more]
     options = ["--json", tmp_path / "step.json", "--plot", tmp_path / "step.png"]

@@ -194,7 +194,7 @@ def test_what_a_script_is_told_is_no_question_for_help(
     ran = []
     monkeypatch.setattr(command_line.runner, "run", lambda *arguments: ran.append(arguments))
     status, _, _ = console("run", "train.py", "-h", "128")
-    assert status == 0 and ran == [(["train.py", "-h", "128"], None, None, 0)]
+    assert status == 0 and ran == [(["train.py", "-h", "128"], None, None, 0, False)]
 
 
 def test_the_first_rank_prints_the_help(console: Console, monkeypatch: pytest.MonkeyPatch) -> None:

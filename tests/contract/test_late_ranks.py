@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("transport")
 
 # The deadline, and within how many seconds a rank that waits must have given up: when it, or its
 # watchdog, has asked the others where they stand.
-TIMEOUT_S = {"shm": (1, 3), "nccl": (2, 6), "group": (1, 4), "hierarchical": (1, 4)}
+TIMEOUT_S = {"shm": (1, 3), "nccl": (2, 6), "group": (1, 6), "hierarchical": (1, 6)}
 
 
 def _miss_the_deadline(place, numel):
@@ -36,7 +36,9 @@ def _miss_the_deadline(place, numel):
     before = time.monotonic()
     with pytest.raises((TimeoutError, PeerLostError)) as late:
         comm.all_reduce(torch.ones(numel))
-    assert 0.9 * timeout < time.monotonic() - before < limit
+    waited = time.monotonic() - before
+    is_told = f"rank {place.rank} waits" not in str(late.value)  # by one whose clock ran out first
+    assert waited < limit and (is_told or waited > 0.9 * timeout), str(late.value)
     with pytest.raises(type(late.value)):
         comm.barrier()
     assert_ended(comm)

@@ -25,9 +25,11 @@ from tests.support.ranks import fresh_ranks
 # Says which process it is and, once it has been told its signals' names, which it gets.
 RANK = """
 import os, signal, sys, time
+def say(what):
+    os.write(1, f"{what}\\n".encode())  # a handler may not call print() inside another one
 for name in sys.argv[1:]:
-    signal.signal(getattr(signal, name), lambda number, _: print(signal.Signals(number).name))
-print(os.getpid())
+    signal.signal(getattr(signal, name), lambda number, _: say(signal.Signals(number).name))
+say(os.getpid())
 while True:
     time.sleep(0.1)
 """

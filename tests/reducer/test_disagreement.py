@@ -215,7 +215,7 @@ def test_one_rank_without_trainable_parameters_is_an_error_on_both(comm):
 
 @on_ranks(2)
 def test_one_rank_on_another_device_is_an_error_on_both(comm):
-    with pytest.raises(BAD_INPUT, match=r"meta.*move the model to comm\.device first"):
+    with pytest.raises(BAD_INPUT, match=r"is on meta.*to_empty\(device=comm\.device\) first"):
         fastcomm.Reducer(comm).attach(mlp().to("meta" if comm.rank == 1 else "cpu"))
 
 

@@ -230,9 +230,9 @@ def test_local_steps_keep_the_buckets(comm):
 def test_sizes_are_tuned_in_the_order_of_arrival(comm):
     model = Shuffled()
     window = plan.WARM_UP_ROUNDS + plan.MEASURED_ROUNDS
-    with mock.patch.object(plan, "CAPS_MB", (0.0005,)):
-        reducer = fastcomm.Reducer(comm, bucket_cap_mb="auto")
-        reducer.attach(model)
+    small_mb = SMALL_BUCKETS["bucket_cap_mb"]
+    with mock.patch.multiple(plan, CAPS_MB=(0.0005,), NETWORK_CAP_MB=small_mb):
+        reducer = fastcomm.Reducer(comm, bucket_cap_mb="auto").attach(model)
         for number in range(plan.TRACED_ROUNDS + 3 * window):
             assert "so far" in repr(reducer)
             assert (reducer.recorder is None) == (number >= plan.TRACED_ROUNDS)
