@@ -1,7 +1,10 @@
 """Puts each mutation into a copy of this tree, compiles what it needs, and runs its tests, which
-must fail: `make mutate`, or
+must fail. Without arguments, those that were written by hand; with --generate, some that are made
+from the sources: of each file that differs from --base, or of the files that are named.
 
     python -m tests.mutations --only shm reducer
+    python -m tests.mutations --generate 5 --seed 7 --base HEAD~3
+    python -m tests.mutations --generate 20 --seed 7 fastcomm/reducer/*.py
 
 Ends with 1 if a mutation survives. This tree has to be built.
 """
@@ -13,6 +16,7 @@ import ast
 import contextlib
 import os
 import queue
+import random
 import re
 import shutil
 import signal
@@ -26,7 +30,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from tests.mutations import MUTATIONS
-from tests.mutations.mutation import Mutation
+from tests.mutations.generator import Generated, generate
+from tests.mutations.mutation import Mutation, extensions_of
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 # Asked for once: sysconfig gives None to a thread while another is its first caller.
@@ -58,9 +63,9 @@ class Tree:
         shutil.copytree(ROOT, path, ignore=LEFT_OUT, symlinks=True)
 
     @contextlib.contextmanager
-    def mutated(self, mutation: Mutation) -> Iterator[None]:
+    def mutated(self, mutation: Mutation | Generated) -> Iterator[None]:
         source = self._path / mutation.file
-        modules = {name: self._module(name) for name in mutation.extensions}
+        modules = {name: self._module(name) for name in extensions_of(mutation.file)}
         before = {path: path.read_bytes() for path in (source, *modules.values())}
         try:
             defective = mutation.of(source.read_text())
@@ -85,7 +90,7 @@ class Tree:
             (sys.executable, "-m", "cython", f"{stem}.pyx"),
             (*COMPILER, f"-I{include}", f"{stem}.c", *core, "-o", module),
         ):
-            subprocess.run(command, cwd=self._path, check=True)
+            subprocess.run(command, cwd=self._path, check=True, stderr=subprocess.DEVNULL)
 
     def judge(self, tests: Sequence[str], limit_s: float | None = LIMIT_S) -> tuple[str, str]:
         """Runs the tests, until one of them notices.
@@ -116,41 +121,68 @@ class Tree:
             return "killed", by[1] if by else ""
 
 
-def verdict_on(tree: Tree, mutation: Mutation) -> tuple[str, str]:
-    """As of Tree.judge."""
+def verdict_on(tree: Tree, mutation: Mutation | Generated) -> tuple[str, str]:
+    """As of Tree.judge, or "no build"."""
     if mutation.equivalent:
         return "equivalent", ""
-    with tree.mutated(mutation):
-        return tree.judge(mutation.tests)
+    try:
+        with tree.mutated(mutation):
+            return tree.judge(mutation.tests)
+    except subprocess.CalledProcessError:
+        return "no build", ""
+
+
+def generated(files: Sequence[str], base: str, n: int, seed: int) -> list[Generated]:
+    """`n` mutations of each file; without files, of those that differ from the revision `base`."""
+    if not files:
+        command = f"git diff --name-only --diff-filter=d {base} fastcomm kernels".split()
+        files = subprocess.run(command, cwd=ROOT, check=True, stdout=-1, text=True).stdout.split()
+    chosen = []
+    for file in (one for one in files if one.endswith((".py", ".pyx", ".c", ".cu"))):
+        found = generate(file, (ROOT / file).read_text())
+        chosen += random.Random(f"{seed} {file}").sample(found, min(n, len(found)))
+    return chosen
 
 
 def table(verdicts: dict[str, str]) -> str:
-    """How many of each area were noticed. verdicts: by name, which begins with the area."""
-    kinds = ("killed", "hung", "SURVIVED", "equivalent")
-    areas = dict.fromkeys(name.partition(":")[0] for name in verdicts)
+    """How many of each area, or folder, were noticed. verdicts: by name."""
+    kinds = ("killed", "hung", "SURVIVED", "no build", "equivalent")
+    areas = dict.fromkeys(area_of(name) for name in verdicts)
     rows = [("", *kinds)]
     for area in (*areas, "all"):
-        of_area = [
-            verdict
-            for name, verdict in verdicts.items()
-            if area == "all" or name.startswith(f"{area}:")
-        ]
+        of_area = [verdict for name, verdict in verdicts.items() if area in ("all", area_of(name))]
         rows.append((area, *(str(of_area.count(kind)) for kind in kinds)))
-    return "\n".join("".join(f"{cell:>12}" for cell in row) for row in rows)
+    return "\n".join(f"{row[0]:28}" + "".join(f"{cell:>12}" for cell in row[1:]) for row in rows)
+
+
+def area_of(name: str) -> str:
+    return os.path.dirname(name.partition(":")[0]) or name.partition(":")[0]
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.mutations", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.mutations",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("files", nargs="*", help="sources, for --generate")
     parser.add_argument("--only", nargs="+", default=[""], metavar="NAME", help="parts of names")
+    parser.add_argument("--generate", type=int, metavar="N", help="so many of each file")
+    parser.add_argument("--seed", type=int, default=0, help="of the choice among all")
+    parser.add_argument("--base", default="HEAD", metavar="REVISION", help="default: %(default)s")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="how many at a time")
     options = parser.parse_args()
-    chosen = [one for one in MUTATIONS if any(part in one.name for part in options.only)]
+    if options.generate:
+        every = generated(options.files, options.base, options.generate, options.seed)
+    else:
+        every = list(MUTATIONS)
+    chosen = [one for one in every if any(part in one.name for part in options.only)]
     with tempfile.TemporaryDirectory(prefix="mutations-") as folder:
         trees: queue.SimpleQueue[Tree] = queue.SimpleQueue()
         for i in range(min(options.jobs, len(chosen))):
             trees.put(Tree(Path(folder, f"tree-{i}")))
 
-        def judge(mutation: Mutation) -> str:
+        def judge(mutation: Mutation | Generated) -> str:
             tree, before = trees.get(), time.monotonic()
             try:
                 verdict, by = verdict_on(tree, mutation)

@@ -72,7 +72,7 @@ def _scopes(suffix: str, text: str) -> list[tuple[str, Span]]:
 
 def _spans_in_tree(text: str, scope: Span, old: str, is_expression: bool) -> Iterator[Span]:
     wanted = list(map(ast.dump, ast.parse(textwrap.dedent(old)).body))
-    place = _places(text)
+    place = place_of_nodes(text)
     for row in _rows(text, is_expression):
         for i in range(len(row) - len(wanted) + 1):
             some = row[i : i + len(wanted)]
@@ -102,7 +102,7 @@ def _rows(text: str, of_expressions: bool) -> list[list[Any]]:
 
 
 @functools.cache
-def _places(text: str) -> Callable[[Any, Any], Span]:
+def place_of_nodes(text: str) -> Callable[[Any, Any], Span]:
     """A function that says where nodes are, from the first to the last."""
     lines = [0]
     for line in text.splitlines(keepends=True):
@@ -117,7 +117,7 @@ def _places(text: str) -> Callable[[Any, Any], Span]:
 
 def _python_scopes(text: str) -> Iterator[tuple[str, Span]]:
     """Classes and functions, by qualified name."""
-    place = _places(text)
+    place = place_of_nodes(text)
 
     def walk(node: ast.AST, outer: str) -> Iterator[tuple[str, Span]]:
         for child in ast.iter_child_nodes(node):

@@ -8,7 +8,6 @@ from tests.mutations.mutation import Mutation
 
 BUCKET = "fastcomm/transports/nccl/bucket.pyx"
 COMMUNICATOR = "fastcomm/transports/nccl/communicator.pyx"
-LANE = "fastcomm/transports/nccl/lane.pyx"
 MEMORY = "fastcomm/transports/nccl/memory.pyx"
 CLOCK = "fastcomm/transports/cuda/clock.pyx"
 DRIVER = "fastcomm/transports/cuda/driver.pyx"
@@ -20,7 +19,6 @@ EVERYWHERE = (
     f"{DEVICES}::"
     "test_every_call_works_on_the_communicator_s_device_and_leaves_the_caller_on_its_own"
 )
-WITHOUT_LOCK = f"{DEVICES}::test_no_call_of_the_driver_is_made_with_the_interpreter_s_lock"
 
 # What is done there, the function, and how it names the device.
 PLACES = (
@@ -65,59 +63,11 @@ def _mutations_of(what: str, file: str, within: str, device: str) -> tuple[Mutat
 MUTATIONS = (
     *(mutation for place in PLACES for mutation in _mutations_of(*place)),
     Mutation(
-        name="device: NCCL is called on no device",
-        file=LANE,
-        within="ThreadCall._run",
-        old="self.device.enter()",
-        new="pass",
-        tests=(EVERYWHERE,),
-    ),
-    Mutation(
         name="device: a thread without a device keeps the communicator's",
         file=DRIVER,
         within="Device.leave",
         old="if before != self.context:",
         new="if before != self.context and before != NULL:",
         tests=(EVERYWHERE,),
-    ),
-    Mutation(
-        name="device: garbage is not destroyed by a thread without a device",
-        file=DRIVER,
-        within="_destroy",
-        old=("if before == NULL:\n    driver.set_context(context)"),
-        new="",
-        tests=(f"{DEVICES}::test_what_a_thread_without_a_context_collects_is_destroyed",),
-    ),
-    Mutation(
-        name="device: whoever destroys garbage stays on its device",
-        file=DRIVER,
-        within="_destroy",
-        old=("if before == NULL:\n    driver.set_context(NULL)"),
-        new="",
-        tests=(EVERYWHERE,),
-    ),
-    Mutation(
-        name="device: kernels are looked for on the caller's device",
-        file=MULTI_TENSOR,
-        within="MultiTensor.__cinit__",
-        old="with device.selected():",
-        new="if True:",
-        tests=(EVERYWHERE,),
-    ),
-    Mutation(
-        name="device: kernels are launched with the interpreter's lock",
-        file=MULTI_TENSOR,
-        within="MultiTensor.norm",
-        old="with nogil:",
-        new="if True:",
-        tests=(WITHOUT_LOCK,),
-    ),
-    Mutation(
-        name="device: garbage is destroyed with the interpreter's lock",
-        file=DRIVER,
-        within="Event.__dealloc__",
-        old="with nogil:",
-        new="if True:",
-        tests=(WITHOUT_LOCK,),
     ),
 )

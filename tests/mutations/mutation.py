@@ -29,19 +29,19 @@ class Mutation:
         """The text of the file with the defect. Raises LookupError if it has no place for it."""
         return replaced(self.file, text, self.within, self.old, self.new)
 
-    @property
-    def extensions(self) -> tuple[str, ...]:
-        """Which extension modules have to be compiled anew: comm.lifetime, for example."""
-        path = Path(self.file)
-        if path.parts[:2] == ("kernels", "shm"):
-            is_arithmetic = path.name.startswith("reduce")
-            return (
-                ("transports.shm.ring", "transports.shm.reduce", "transports.group.shards")
-                if is_arithmetic
-                else ("transports.shm.ring",)
-            )
-        if path.parts[:2] == ("kernels", "wire"):
-            return ("transports.group.wire",)
-        if path.suffix == ".pyx":
-            return (".".join(path.with_suffix("").parts[1:]),)
-        return ()  # Python; kernels/cuda is compiled by the tests themselves
+
+def extensions_of(file: str) -> tuple[str, ...]:
+    """Which extension modules have to be compiled again: comm.lifetime, for example."""
+    path = Path(file)
+    if path.parts[:2] == ("kernels", "shm"):
+        is_arithmetic = path.name.startswith("reduce")
+        return (
+            ("transports.shm.ring", "transports.shm.reduce", "transports.group.shards")
+            if is_arithmetic
+            else ("transports.shm.ring",)
+        )
+    if path.parts[:2] == ("kernels", "wire"):
+        return ("transports.group.wire",)
+    if path.suffix == ".pyx":
+        return (".".join(path.with_suffix("").parts[1:]),)
+    return ()  # Python; kernels/cuda is compiled by the tests themselves
