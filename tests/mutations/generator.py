@@ -15,18 +15,9 @@ from tests.mutations.anchor import place_of_nodes
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 TURNED = {
-    ast.Lt: "<=",
-    ast.LtE: "<",
-    ast.Gt: ">=",
-    ast.GtE: ">",
-    ast.Eq: "!=",
-    ast.NotEq: "==",
-    ast.Is: "is not",
-    ast.IsNot: "is",
-    ast.In: "not in",
-    ast.NotIn: "in",
+    **{"<": "<=", "<=": "<", ">": ">=", ">=": ">", "==": "!=", "!=": "=="},
+    **{"is": "is not", "is not": "is", "in": "not in", "not in": "in"},
 }
-TURNED_TEXT = {"<": "<=", "<=": "<", ">": ">=", ">=": ">", "==": "!=", "!=": "=="}
 _STRING = re.compile(r"'[^'\n]*'|\"[^\"\n]*\"")
 _COMPARISON = re.compile(r" (<=|>=|==|!=|<|>) ")
 _NUMBER = re.compile(r"(?<![\w.\[])\d+(?![\w.\]])")
@@ -109,8 +100,10 @@ def _in_tree(text: str) -> Iterator[tuple[str, int, int, str]]:
 
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Compare) and len(node.ops) == 1:
-            turned = TURNED[type(node.ops[0])]
-            new = f"{source(node.left)} {turned} {source(node.comparators[0])}"
+            sides = node.left, node.comparators[0]
+            operator = text[place(sides[0], sides[0])[1] : place(sides[1], sides[1])[0]]
+            turned = TURNED[operator.strip("() \n")]
+            new = f"{source(sides[0])} {turned} {source(sides[1])}"
             yield "comparison turned", *place(node, node), new
         elif isinstance(node, ast.BoolOp):
             other = " or " if isinstance(node.op, ast.And) else " and "
@@ -157,7 +150,7 @@ def _in_line(
     language: str, line: str, code: str, nothing: str
 ) -> Iterator[tuple[str, int, int, str]]:
     for found in _COMPARISON.finditer(code):
-        yield "comparison turned", *found.span(1), TURNED_TEXT[found[1]]
+        yield "comparison turned", *found.span(1), TURNED[found[1]]
     for found in _NUMBER.finditer(code):
         yield "constant moved", *found.span(), str(int(found[0]) + 1)
     if condition := _CONDITION[language].match(code):
