@@ -135,8 +135,8 @@ def read(folder: Path) -> list[dict[str, Any]]:
         files.append(messages.read(path.read_bytes(), _DUMP, str(path), ValueError))
     if not files:
         raise FileNotFoundError(
-            f"no dump of any rank in {folder}: set {dump.VARIABLE}={folder} for all ranks before "
-            "they start, or call fastcomm.dump()"
+            f"no dump of any rank in {folder}. If one has failed, set {dump.VARIABLE}={folder} for "
+            "all ranks before they start, or call fastcomm.dump()"
         )
     newest = max(file["time_ns"] for file in files)
     of_one_job = [file for file in files if newest - file["time_ns"] < APART_S * 1e9]
