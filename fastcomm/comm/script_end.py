@@ -8,6 +8,7 @@ SIGABRT. So threads that wait in torch are begun here, and come to their end bef
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import threading
@@ -56,9 +57,14 @@ def start_thread(name: str, function: Callable[..., None], *arguments: object) -
 
 def _tell() -> None:
     has_raised = getattr(sys, "last_value", None) is not None  # and nobody has caught it
-    for end in list(_open):
-        end.tell_of_end(has_raised)
-    await_dumps()
+    with contextlib.ExitStack() as ending:  # the last comes first, whatever one of them raises
+        ending.callback(_await_threads)
+        ending.callback(await_dumps)
+        for end in list(_open):
+            ending.callback(end.tell_of_end, has_raised)
+
+
+def _await_threads() -> None:
     deadline = Deadline(_LEAVE_S)
     for thread in list(_threads):
         deadline.await_(partial(_has_left, thread))

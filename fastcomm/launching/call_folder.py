@@ -1,5 +1,5 @@
-"""CallFolder: what a launcher and the ranks that it has started leave each other: the call, what
-each rank has returned or raised, and the files in which torch keeps their output.
+"""CallFolder: what a launcher and the ranks that it has started leave each other: the call, and
+what each rank has returned or raised.
 
 A launcher removes its folder in the end. That of one that was killed goes when the next launcher
 starts: each holds a lock on its own, which ends with the process.
@@ -38,10 +38,6 @@ class CallFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-
-    @property
-    def logs(self) -> Path:
-        return self.path / "logs"
 
     # -- in the launcher ---------------------------------------------------------------------------
 

@@ -15,11 +15,7 @@ def cores() -> int:
     """The physical cores that this process may run on, less what a container's quota of CPU time
     takes away: at least 1.
     """
-    if hasattr(os, "sched_getaffinity"):
-        usable: Collection[int] = os.sched_getaffinity(0)
-    else:
-        usable = range(os.cpu_count() or 1)
-    return count(usable, Path("/sys"), Path("/proc/self/cgroup"))
+    return count(os.sched_getaffinity(0), Path("/sys"), Path("/proc/self/cgroup"))
 
 
 def count(usable: Collection[int], sys: Path, cgroup: Path) -> int:

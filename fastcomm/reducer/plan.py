@@ -51,7 +51,7 @@ WORTHWHILE = 0.02  # of a step: what another size must save, since noise saves l
 # What goes with buckets in another order: all else keeps something of each of them.
 _GOES_WITH = {
     *(Feature.OTHER_OP, Feature.NOT_LINEAR, Feature.SKIP_NONFINITE, Feature.AUDIT),
-    *(Feature.EIGHT_BITS, Feature.AUTO, Feature.MEASURING),
+    *(Feature.EIGHT_BITS, Feature.AUTO, Feature.MEASURING, Feature.REBUILD),
 }
 
 

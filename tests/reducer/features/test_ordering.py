@@ -227,6 +227,17 @@ def test_local_steps_keep_the_buckets(comm):
 
 @over_a_network
 @on_ranks(2)
+def test_an_elastic_loop_follows_the_arrival(comm):
+    model = Shuffled()
+    reducer = fastcomm.Reducer(comm, **SMALL_BUCKETS).attach(model)
+    for number in reducer.elastic(range(plan.TRACED_ROUNDS + 1)):
+        backward(model, comm.rank, number)
+        model.zero_grad()
+    assert layers_in(reducer) == AS_ARRIVED
+
+
+@over_a_network
+@on_ranks(2)
 def test_sizes_are_tuned_in_the_order_of_arrival(comm):
     model = Shuffled()
     window = plan.WARM_UP_ROUNDS + plan.MEASURED_ROUNDS
