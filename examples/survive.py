@@ -51,7 +51,7 @@ def train(comm: fastcomm.Communicator) -> None:
 
     for _ in reducer.elastic(steps(), state=[optimizer]):
         step, comm = reducer.n_rounds, reducer.comm  # comm: of the ranks that are there now
-        if step == LOST_AT and is_lost_later:
+        if step == len(sizes) == LOST_AT and is_lost_later:  # not the process in its place
             os.kill(os.getpid(), signal.SIGKILL)
         optimizer.zero_grad()
         loss_of(model, step, comm.rank, comm.world_size).backward()

@@ -76,7 +76,11 @@ def test_a_ratio_is_said_only_of_what_was_measured(
 
 def test_ctrl_c_ends_the_demo_without_a_traceback() -> None:
     command = [sys.executable, "-m", "fastcomm", "demo", "--steps", "100000", "--width", "64"]
-    with subprocess.Popen(command, stdout=PIPE, stderr=PIPE, text=True) as demo:
+
+    def heed() -> None:  # where the tests run in the background of a shell, it would be ignored
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+    with subprocess.Popen(command, stdout=PIPE, stderr=PIPE, text=True, preexec_fn=heed) as demo:
         assert demo.stdout is not None
         assert demo.stdout.readline().startswith("2 ranks")
         demo.send_signal(signal.SIGINT)

@@ -22,6 +22,7 @@ from tests.support.forked_python import fork_python
 from tests.support.outcomes import values_of
 from tests.support.ranks import fresh_ranks
 
+ENDING = signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT
 # Says which process it is and, once it has been told its signals' names, which it gets.
 RANK = """
 import os, signal, sys, time
@@ -55,8 +56,8 @@ class Launcher:
 def launcher(tmp_path, *arguments, ranks=1, options=(), ignored=()):
     def begin():
         os.setpgid(0, 0)  # as a shell does, so that it can be stopped
-        for number in ignored:
-            signal.signal(number, signal.SIG_IGN)
+        for number in (*ENDING, *ignored):  # whatever ignores some of them for all tests
+            signal.signal(number, signal.SIG_IGN if number in ignored else signal.SIG_DFL)
 
     script = tmp_path / "train.py"
     script.write_text(RANK)
@@ -78,7 +79,7 @@ def launcher(tmp_path, *arguments, ranks=1, options=(), ignored=()):
                 run.kill()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT])
+@pytest.mark.parametrize("number", ENDING)
 def test_a_signal_that_ends_the_launcher_reaches_the_ranks_first(tmp_path, number):
     with launcher(tmp_path, "SIGCONT") as ours:
         ours.send(number)
