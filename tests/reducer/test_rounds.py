@@ -174,7 +174,9 @@ def test_a_signal_between_any_two_statements_leaves_the_ranks_in_step(comm):
 @pytest.mark.transports("shm")
 @on_ranks(2)
 def test_a_plain_step_runs_through_few_files_and_no_feature(comm):
-    """Functions in Python, without comprehensions; what is compiled has no frame."""
+    """Functions in Python, without comprehensions; what is compiled has no frame. How often a rank
+    looks at the clock depends on how late the other one is.
+    """
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8)))
     reducer = fastcomm.Reducer(comm, bucket_cap_mb=0.02).attach(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -183,7 +185,8 @@ def test_a_plain_step_runs_through_few_files_and_no_feature(comm):
 
     def count(frame, event, _):
         path = Path(frame.f_code.co_filename)
-        if event == "call" and root in path.parents and frame.f_code.co_name[0] != "<":
+        is_counted = root in path.parents and path.name != "deadline.py"
+        if event == "call" and is_counted and frame.f_code.co_name[0] != "<":
             calls[str(path.relative_to(root))] += 1
 
     for step in range(3):
