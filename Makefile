@@ -1,5 +1,7 @@
 # make demo      two ranks train a small GPT (about a minute; the first time, some more to install)
-# make test      the tests, four at a time (most of them wait), or: make test WORKERS=0
+# make test      one test of each kind over every transport, in five minutes. Four at a time, as
+#                most of them wait, or: make test WORKERS=0
+# make test-all  every test
 # make flaky     do tests depend on order or speed? one core, load, late ranks (ten minutes)
 # make soak      generated programs for 10 minutes, or: make soak MINUTES=60 SEED=7
 # make faults    ranks that are killed or stop at random, or: make faults FAULTS=1200 SEED=7
@@ -39,12 +41,13 @@ kernel_sources := $(wildcard kernels/*/*.[ch] kernels/*/*.cu kernels/*/*.cuh \
     tests/*/*.[ch] tests/*/*.cpp tests/transports/*/*.[ch])
 all_text := $(wildcard fastcomm kernels tests bench ci docs examples *.md *.toml *.py Makefile)
 
-.PHONY: test flaky soak faults mutate demo bench lint docs sanitize format clean
+.PHONY: test test-all flaky soak faults mutate demo bench lint docs sanitize format clean
 .NOTPARALLEL:
 
-test: $(VENV)/.installed-dev
+test: chosen := -m "not thorough"
+test test-all: $(VENV)/.installed-dev
 	$(rebuild)
-	$(python) -m pytest --quiet --numprocesses $(WORKERS) --no-loadscope-reorder tests
+	$(python) -m pytest --quiet --numprocesses $(WORKERS) --no-loadscope-reorder $(chosen) tests
 
 flaky: $(VENV)/.installed-dev
 	$(rebuild)

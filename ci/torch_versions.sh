@@ -40,7 +40,7 @@ for version in "$@"; do
     fi
     echo "== torch $version; log: $log"
     outcome=passed
-    make test VENV="$environment" CONSTRAINTS="$environment.txt" >"$log" 2>&1 || outcome=FAILED
+    make test-all VENV="$environment" CONSTRAINTS="$environment.txt" >"$log" 2>&1 || outcome=FAILED
     [ "$outcome" = passed ] || status=1
     build=$("$environment/bin/python" -c 'import torch; print(torch.__version__)' || echo none)
     counts=$(grep -E '(passed|failed|error).* in [0-9.]+s' "$log" | tail -n 1 | tr -d = || true)

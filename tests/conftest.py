@@ -70,8 +70,20 @@ def pytest_collection() -> Iterator[None]:
         gc.enable()
 
 
+@pytest.hookimpl(tryfirst=True)  # before marks choose
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begins with the files that take longest, so that none of them is left over for one worker."""
+    """Marks as `thorough` what repeats a kind: of the cases of a test over one transport, all but
+    one. Begins with the files that take longest, so that none of them is left over for one worker.
+    """
+    kinds = collections.defaultdict(list)
+    for item in items:
+        case = item.callspec.params if hasattr(item, "callspec") else {}
+        kinds[item.nodeid.partition("[")[0], case.get("transport")].append(item)
+    for (test, _), cases in kinds.items():
+        # Not always the first: in some test each size, dtype and number of ranks has its turn.
+        kept = zlib.crc32(test.encode()) % len(cases)
+        for case in cases[:kept] + cases[kept + 1 :]:
+            case.add_marker("thorough")
     order = {name: i for i, name in enumerate(LONGEST)}
     items.sort(key=lambda item: order.get(item.module.__name__, len(order)))
 

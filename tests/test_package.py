@@ -37,7 +37,7 @@ NOT_SOURCES = shutil.ignore_patterns(
 
 # Compiling the extension and importing torch in a fresh environment take longer than other tests
 # may.
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.timeout(600), pytest.mark.thorough]
 
 
 def call(*command: str | Path, cwd: Path, **variables: str | Path) -> str:

@@ -5,7 +5,11 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from tests.support.forked_python import python
+
+pytestmark = pytest.mark.thorough
 
 BENCH = Path(__file__).resolve().parent.parent.parent / "bench"
 

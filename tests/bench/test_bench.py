@@ -23,6 +23,8 @@ from tests.support import namespaces
 from tests.support.forked_python import python
 from tests.support.small_models import WIDTHS
 
+pytestmark = pytest.mark.thorough
+
 ROOT = Path(__file__).resolve().parent.parent.parent
 BENCH = ROOT / "bench"
 

@@ -21,6 +21,8 @@ from tests.support import namespaces
 from tests.support.forked_python import pythons
 from tests.support.small_models import BENCH
 
+pytestmark = pytest.mark.thorough
+
 NAMES = ("paper", "lib.paper_figures", "paper_rank", "lib.chart")
 
 

@@ -16,6 +16,8 @@ import pytest
 
 from tests.support.forked_python import python
 
+pytestmark = pytest.mark.thorough
+
 SMALL = ("--steps", "6", "--layers", "1", "--width", "64", "--rounds", "2")
 
 

@@ -13,6 +13,8 @@ from tests.support.forked_python import python, pythons
 from tests.support.ranks import torchrun_env
 from tests.support.scripts import printed_by
 
+pytestmark = pytest.mark.thorough
+
 ROOT = Path(__file__).resolve().parent.parent.parent
 
 

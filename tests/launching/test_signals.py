@@ -22,6 +22,8 @@ from tests.support.forked_python import fork_python
 from tests.support.outcomes import values_of
 from tests.support.ranks import fresh_ranks
 
+pytestmark = pytest.mark.thorough
+
 ENDING = signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT
 # Says which process it is and, once it has been told its signals' names, which it gets.
 RANK = """

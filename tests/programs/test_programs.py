@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 from tests import programs
 from tests.programs import batches
 
+pytestmark = pytest.mark.thorough
+
 SEED = 1
 # By kind and transport, how many programs 2, 3 and 4 ranks run.
 COUNTS = {

@@ -25,6 +25,8 @@ from tests.support.reference import (
     shards_of,
 )
 
+pytestmark = pytest.mark.thorough
+
 ROOT = Path(__file__).resolve().parent.parent.parent.parent
 
 # The driver
