@@ -51,7 +51,7 @@ CORE = sorted(glob("kernels/shm/*.c"))
 REDUCING = ("transports.shm.reduce", "transports.group.shards")  # include a part of it
 EXTENSIONS = (
     *(
-        "comm.flight_recorder",
+        "postmortem.flight_recorder",
         "comm.lifetime",
         "comm.flat_buffers",
         "comm.gradient_slot",

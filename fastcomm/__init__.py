@@ -4,8 +4,8 @@ else.
 
 try:
     from fastcomm.comm.communicator import Communicator, Work
-    from fastcomm.comm.dump import dump
     from fastcomm.launching.rendezvous import init  # which needs what is compiled
+    from fastcomm.postmortem.dump import dump
 except ModuleNotFoundError as error:
     if not (error.name or "").startswith("fastcomm."):
         raise

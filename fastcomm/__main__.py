@@ -22,9 +22,9 @@ from typing import NoReturn, TypeAlias
 import torch
 
 import fastcomm
-from fastcomm.insight import diagnosis
 from fastcomm.launching import launchers, runner
 from fastcomm.launching.cores import cores
+from fastcomm.postmortem import diagnosis
 from fastcomm.transports.cuda import driver as cuda_driver
 from fastcomm.transports.cuda import multi_tensor
 from fastcomm.transports.nccl import library as nccl_library

@@ -15,6 +15,7 @@ PACKAGE = ROOT / "fastcomm"
 LAYERS = (
     ("errors",),
     ("comm", "transports"),  # the latter's own file, which imports nothing
+    ("postmortem",),
     ("transports.cuda",),
     ("transports.shm", "transports.nccl", "transports.group"),
     ("launching",),

@@ -219,6 +219,8 @@ OTHER_THREAD = (
 )
 
 
+MOST_ASKED = 3  # ranks whose whereabouts one message shows
+
 # The kinds that go to one rank, or come from one: their root.
 ROOTED = frozenset(("broadcast", "gather", "scatter"))
 

@@ -1,10 +1,10 @@
 from collections.abc import Callable
 from typing import TypeVar
 
-from fastcomm.comm.flight_recorder import FlightRecorder
 from fastcomm.errors import FastcommError
 
 E = TypeVar("E", bound=FastcommError)
+T = TypeVar("T")
 
 class Lifetime:
     failure: FastcommError | None
@@ -14,6 +14,6 @@ class Lifetime:
 
 def n_failure_calls() -> int: ...
 def call_on_failure(
-    function: Callable[[FastcommError, list[FlightRecorder]], None],
+    function: Callable[[FastcommError, T], None], taken: Callable[[], T]
 ) -> None: ...
 def again(error: E) -> E: ...

@@ -6,12 +6,12 @@ error or close() has ended it.
 import os
 from _thread import start_new_thread
 
-from fastcomm.comm.flight_recorder import living
 from fastcomm.errors import FastcommError
 
 
 cdef int n_forks = 0
 cdef object on_failure = None
+cdef object snapshot = None
 cdef int n_calls = 0  # of on_failure
 
 
@@ -58,12 +58,12 @@ def n_failure_calls():
     return n_calls
 
 
-def call_on_failure(function):
-    """From now on a communicator that fails calls function(failure, recorders), on a thread of its
-    own. recorders: of all communicators of this process.
+def call_on_failure(function, taken):
+    """From now on a communicator that fails calls function(failure, taken()): function on a thread
+    of its own, and taken, which is compiled, on the thread that ends the communicator.
     """
-    global on_failure
-    on_failure = function
+    global on_failure, snapshot
+    on_failure, snapshot = function, taken
 
 
 cdef void _start_thread(failure) noexcept:
@@ -72,7 +72,7 @@ cdef void _start_thread(failure) noexcept:
     """
     global n_calls
     try:
-        start_new_thread(on_failure, (failure, living()))
+        start_new_thread(on_failure, (failure, snapshot()))
         n_calls += 1
     except RuntimeError:  # there is no room for a thread
         pass

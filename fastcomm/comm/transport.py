@@ -18,7 +18,6 @@ from fastcomm.comm.abandonment import Abandonment
 from fastcomm.comm.collective import OTHERS_GRADIENT, is_readable, without_memory
 from fastcomm.comm.communicator import Communicator, Work
 from fastcomm.comm.flat_buffers import inside_or_nowhere
-from fastcomm.comm.flight_recorder import FlightRecorder
 from fastcomm.errors import FastcommError
 
 
@@ -126,7 +125,7 @@ class Transport(Communicator):
     """A communicator, as reducers and the transports themselves see it. May change."""
 
     pids: tuple[int, ...]  # of the ranks' processes
-    flight: FlightRecorder  # the newest collectives
+    flight: Any  # the newest collectives, a fastcomm.postmortem.flight_recorder.FlightRecorder
     n_abandoned: int  # how often a round was abandoned, by this rank or another
     # the newest one, until note_settled() is called
     abandonment: Abandonment | None

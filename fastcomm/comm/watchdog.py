@@ -21,13 +21,12 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from fastcomm.comm import messages
-from fastcomm.comm.collective import difference
+from fastcomm.comm.collective import MOST_ASKED, difference
 from fastcomm.comm.deadline import Deadline, running_s
-from fastcomm.comm.whereabouts import MOST_ASKED, whereabouts
 from fastcomm.errors import (
     ABORTED,
     CLOSED,
@@ -131,14 +130,22 @@ class Watched(Protocol):
 class Watchdog:
     """Watches one communicator of one rank until `stop`, or until the communicator is gone."""
 
-    def __init__(self, comm: Watched, notes: Notes, timeout_s: float, peers: Sequence[int]) -> None:
-        """peers: the ranks on this host, whose processes can be watched. Raises PeerLostError if
-        one of them is gone already.
+    def __init__(
+        self,
+        comm: Watched,
+        notes: Notes,
+        timeout_s: float,
+        peers: Sequence[int],
+        whereabouts: Callable[[], str],
+    ) -> None:
+        """peers: the ranks on this host, whose processes can be watched. whereabouts: says where
+        this process stands. Raises PeerLostError if one of the peers is gone already.
         """
         self._comm = weakref.ref(comm)
         self._leak = comm.leak
         self._notes = notes
         self._timeout_s = timeout_s
+        self._whereabouts = whereabouts
         self._lifelines: dict[int, int] = {}
         for rank in peers:
             if rank != comm.rank:
@@ -308,7 +315,8 @@ class Watchdog:
         )
         if self._published != (comm.epoch, number, self._is_asked):
             self._published = comm.epoch, number, self._is_asked
-            position = json.dumps([number, what, whereabouts() if self._is_asked else ""])
+            where = self._whereabouts() if self._is_asked else ""
+            position = json.dumps([number, what, where])
             with contextlib.suppress(RuntimeError):
                 self._notes.write(f"position/{comm.epoch}/{comm.rank}", position)
 

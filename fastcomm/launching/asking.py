@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from fastcomm.comm.deadline import Deadline
-from fastcomm.comm.script_end import start_thread
+from fastcomm.postmortem.script_end import start_thread
 
 # How much longer than for missing ranks a rank waits for the store itself, which says who is
 # missing.

@@ -22,11 +22,11 @@ from torch.autograd.graph import increment_version
 
 from fastcomm.comm.collective import check_root
 from fastcomm.comm.communicator import Work
-from fastcomm.comm.flight_recorder import FlightRecorder
 from fastcomm.comm.lifetime import Lifetime, again
-from fastcomm.comm.script_end import start_thread, tell_at_end
 from fastcomm.comm.transport import Transport
 from fastcomm.errors import FastcommError, PeerLostError, has_aborted, has_closed, has_ended
+from fastcomm.postmortem.flight_recorder import FlightRecorder
+from fastcomm.postmortem.script_end import start_thread, tell_at_end
 
 
 class Channels:

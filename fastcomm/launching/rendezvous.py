@@ -19,9 +19,7 @@ import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from fastcomm.comm.communicator import Communicator
-from fastcomm.comm.dump import watch
 from fastcomm.comm.transport import Transport
-from fastcomm.comm.whereabouts import answer_questions
 from fastcomm.errors import InitError
 from fastcomm.launching import launchers
 from fastcomm.launching.bootstrap import (
@@ -34,6 +32,8 @@ from fastcomm.launching.bootstrap import (
 )
 from fastcomm.launching.bootstrap import host_identity as _host_identity
 from fastcomm.launching.membership import Fixed, arrive
+from fastcomm.postmortem.dump import watch
+from fastcomm.postmortem.whereabouts import answer_questions
 from fastcomm.transports.group.communicator import GroupCommunicator
 from fastcomm.transports.group.exchange import Exchange
 from fastcomm.transports.group.hierarchical import HierarchicalCommunicator

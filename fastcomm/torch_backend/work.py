@@ -27,9 +27,9 @@ from torch.futures import Future
 from fastcomm.comm.autograd_stack import caller_is_called_by_autograd
 from fastcomm.comm.communicator import Work
 from fastcomm.comm.deadline import Deadline
-from fastcomm.comm.script_end import start_thread
 from fastcomm.comm.transport import Transport
 from fastcomm.errors import FastcommError, TimeoutError
+from fastcomm.postmortem.script_end import start_thread
 
 _POLL_S = 50e-6
 # After this time this rank's own thread moves a collective under way forward: long against a

@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from fastcomm.comm import deadline, watchdog
 from fastcomm.comm.watchdog import Watchdog, failure_note, leave_note
 from fastcomm.errors import FastcommError, MismatchError, PeerLostError, TimeoutError
+from fastcomm.postmortem.whereabouts import whereabouts
 from tests.support.damage import damaged_json
 
 PAUSE_S = 0.15  # many ticks
@@ -86,7 +87,7 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @contextlib.contextmanager
 def watching(comm: Any, notes: Notes, peers: tuple[int, ...] = ()) -> Iterator[None]:
-    one = Watchdog(comm, notes, 60, peers)
+    one = Watchdog(comm, notes, 60, peers, whereabouts)
     try:
         yield
     finally:
@@ -238,7 +239,7 @@ def test_a_process_that_was_gone_before_is_an_error_at_once() -> None:
     with subprocess.Popen(["true"]) as child:
         pass
     with pytest.raises(PeerLostError, match=rf"rank 0 \(pid {child.pid}\) died while the ranks"):
-        Watchdog(Communicator(child.pid), Notes(), 60, (0, 1))
+        Watchdog(Communicator(child.pid), Notes(), 60, (0, 1), whereabouts)
 
 
 def test_a_watchdog_that_was_stopped_keeps_no_descriptor() -> None:
@@ -407,7 +408,7 @@ class World:
             comm: Any = Communicator()
             comm.rank, comm.world_size, comm.pids = rank, WORLD_SIZE, tuple(range(WORLD_SIZE))
             self.comms.append(comm)
-        self.watchdogs = [Watchdog(comm, self.notes, 60, ()) for comm in self.comms]
+        self.watchdogs = [Watchdog(comm, self.notes, 60, (), whereabouts) for comm in self.comms]
 
     def requests_in(
         self, seconds: float, age: float | None = None, ranks: Sequence[int] = range(WORLD_SIZE)

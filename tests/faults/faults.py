@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 import fastcomm
-from fastcomm.comm.whereabouts import answer_questions
+from fastcomm.postmortem.whereabouts import answer_questions
 from tests.support.bodies import Place, communicator, leave, noted
 from tests.support.outcomes import Outcome
 from tests.support.ranks import fresh_ranks

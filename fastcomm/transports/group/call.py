@@ -32,7 +32,7 @@ from fastcomm.comm.collective import (
 from fastcomm.errors import FastcommError
 
 if TYPE_CHECKING:
-    from fastcomm.comm.flight_recorder import Entry, FlightRecorder
+    from fastcomm.postmortem.flight_recorder import Entry, FlightRecorder
     from fastcomm.transports.group.shards import Transfer
 
 SENT_DTYPES = (*CPU_DTYPES, *BLOCK_DTYPES)

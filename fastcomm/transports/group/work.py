@@ -27,7 +27,7 @@ from fastcomm.transports.group.exchange import FUSABLE_NBYTES, FUSED_NBYTES
 from fastcomm.transports.group.shards import MOST_FUSED, PAYLOAD_NBYTES, Transfer
 
 if TYPE_CHECKING:
-    from fastcomm.comm.flight_recorder import Entry
+    from fastcomm.postmortem.flight_recorder import Entry
     from fastcomm.transports.group.work_queue import WorkQueue
 
 SLICE_S = 0.1  # how often a waiting rank looks at the clock

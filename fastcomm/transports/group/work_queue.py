@@ -24,9 +24,7 @@ import torch
 from fastcomm.comm.abandonment import tell_of_abandonment, told
 from fastcomm.comm.collective import SKIP, abandonment, mismatch, own_abandonment
 from fastcomm.comm.deadline import running_s
-from fastcomm.comm.flight_recorder import FlightRecorder
 from fastcomm.comm.lifetime import Lifetime, again
-from fastcomm.comm.script_end import start_thread, tell_at_end
 from fastcomm.comm.transport import Transport
 from fastcomm.comm.watchdog import (
     Notes,
@@ -47,6 +45,9 @@ from fastcomm.errors import (
     has_closed,
     has_ended,
 )
+from fastcomm.postmortem.flight_recorder import FlightRecorder
+from fastcomm.postmortem.script_end import start_thread, tell_at_end
+from fastcomm.postmortem.whereabouts import whereabouts
 from fastcomm.transports.group.call import (
     ABANDON,
     WITHOUT_DATA,
@@ -152,7 +153,7 @@ class WorkQueue:
         self._wakeups: queue.SimpleQueue[GroupWork | None] = queue.SimpleQueue()
         start_thread("fastcomm group", _run_thread, self._wakeups, weakref.ref(self))
         weakref.finalize(self, self._wakeups.put, None)
-        self.watchdog = _Watchdog(self, notes, self._timeout_s, neighbours)
+        self.watchdog = _Watchdog(self, notes, self._timeout_s, neighbours, whereabouts)
         tell_at_end(self)
 
     # -- the caller's side -------------------------------------------------------------------------

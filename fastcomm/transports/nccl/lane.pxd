@@ -1,6 +1,6 @@
 from libc.stdint cimport uint32_t, uint64_t
 
-from fastcomm.comm.flight_recorder cimport Entry, FlightRecorder
+from fastcomm.postmortem.flight_recorder cimport Entry, FlightRecorder
 from fastcomm.transports.cuda.driver cimport Device, Event, Stream
 from fastcomm.transports.cuda.graphs cimport CapturedGraphs
 from fastcomm.transports.nccl.calls cimport Kind

@@ -18,7 +18,7 @@ from fastcomm.errors import InitError, TimeoutError
 cimport cython
 from libc.string cimport memcpy
 
-from fastcomm.comm.flight_recorder cimport FlightRecorder
+from fastcomm.postmortem.flight_recorder cimport FlightRecorder
 from fastcomm.transports.cuda.driver cimport Device, Event, Stream, check, driver
 from fastcomm.transports.cuda.graphs cimport CapturedGraphs
 from fastcomm.transports.nccl.calls cimport MEETING

@@ -1,6 +1,6 @@
 from libc.stdint cimport uint64_t
 
-from fastcomm.comm.flight_recorder cimport FlightRecorder
+from fastcomm.postmortem.flight_recorder cimport FlightRecorder
 from fastcomm.transports.cuda.driver cimport Device
 from fastcomm.transports.nccl.lane cimport InFlight, Lane, ThreadCall
 

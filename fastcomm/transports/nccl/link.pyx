@@ -21,7 +21,8 @@ from fastcomm.transports.nccl.agreement import (
     refuse_shared_cards,
 )
 from fastcomm.transports.nccl.library import unique_id
-from fastcomm.comm.script_end import tell_at_end
+from fastcomm.postmortem.script_end import tell_at_end
+from fastcomm.postmortem.whereabouts import whereabouts
 from fastcomm.comm.abandonment import tell_of_abandonment, told
 from fastcomm.comm.watchdog import (
     Watchdog, leave_abandonment, leave_abort, leave_closing, leave_last_words,
@@ -31,7 +32,7 @@ cimport cython
 from cpython.exc cimport PyErr_CheckSignals
 from posix.unistd cimport usleep
 
-from fastcomm.comm.flight_recorder cimport FlightRecorder
+from fastcomm.postmortem.flight_recorder cimport FlightRecorder
 from fastcomm.transports.nccl.calls cimport MEETING, REGISTRATION
 from fastcomm.transports.nccl.lane cimport errors_of
 from fastcomm.transports.nccl.library cimport (
@@ -77,7 +78,7 @@ cdef class Link:
         self.pool = pool_of(self.cuda)
         try:
             self._add_lane(bootstrap.look)
-            self.watchdog = Watchdog(self, bootstrap, timeout_s, neighbours)
+            self.watchdog = Watchdog(self, bootstrap, timeout_s, neighbours, whereabouts)
         except BaseException:
             self._abort_lanes()
             raise

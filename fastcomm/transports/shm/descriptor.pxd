@@ -1,6 +1,6 @@
 from libc.stdint cimport uint32_t
 
-from fastcomm.comm.flight_recorder cimport Entry, FlightRecorder
+from fastcomm.postmortem.flight_recorder cimport Entry, FlightRecorder
 from fastcomm.transports.shm.core cimport *
 
 

@@ -1,6 +1,6 @@
 from libc.stdint cimport uint32_t, uint64_t
 
-from fastcomm.comm.flight_recorder cimport Entry, FlightRecorder
+from fastcomm.postmortem.flight_recorder cimport Entry, FlightRecorder
 from fastcomm.comm.lifetime cimport Lifetime
 from fastcomm.transports.shm.core cimport *
 from fastcomm.transports.shm.memory cimport Segment, Segments

@@ -19,9 +19,9 @@ from fastcomm.errors import (
 )
 from fastcomm.comm.communicator import Work
 from fastcomm.comm.lifetime import again
-from fastcomm.comm.script_end import tell_at_end
+from fastcomm.postmortem.script_end import tell_at_end
 from fastcomm.comm.abandonment import tell_of_abandonment, told
-from fastcomm.comm.whereabouts import whereabouts_of
+from fastcomm.postmortem.whereabouts import whereabouts_of
 
 cimport cython
 from cpython.exc cimport PyErr_CheckSignals

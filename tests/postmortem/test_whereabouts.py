@@ -13,11 +13,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from fastcomm.comm import whereabouts
+from fastcomm.postmortem import whereabouts
 
 SLEEPER = """
     import os, sys, time
-    from fastcomm.comm.whereabouts import answer_questions
+    from fastcomm.postmortem.whereabouts import answer_questions
 
     def load_a_batch():
         print("ready", flush=True)

@@ -19,7 +19,7 @@ from multiprocessing.util import Finalize
 from typing import Protocol
 
 from fastcomm.comm.deadline import Deadline
-from fastcomm.comm.dump import await_dumps
+from fastcomm.postmortem.dump import await_dumps
 
 _FIRST = 1000  # before the stores are closed that the ranks have met at
 _LEAVE_S = 2.0  # how long threads have to come to their end

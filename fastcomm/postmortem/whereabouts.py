@@ -21,12 +21,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 
-from fastcomm.comm.flight_recorder import living
+from fastcomm.comm.collective import MOST_ASKED
+from fastcomm.postmortem.flight_recorder import living
 
 N_FRAMES = 12  # of each thread, the innermost
 MOST_COLUMNS = 160  # of a line of source
 MOST_BYTES = 8192  # of an answer
-MOST_ASKED = 3  # ranks, for one error
 PATIENCE_S = 1.0  # for one answer
 
 _answering = 0  # the process whose thread answers

@@ -16,10 +16,10 @@ import time
 from pathlib import Path
 
 from fastcomm.comm.deadline import Deadline
-from fastcomm.comm.dump_files import write
-from fastcomm.comm.flight_recorder import FlightRecorder, living
 from fastcomm.comm.lifetime import call_on_failure, n_failure_calls
 from fastcomm.errors import FastcommError, TimeoutError
+from fastcomm.postmortem.dump_files import write
+from fastcomm.postmortem.flight_recorder import FlightRecorder, living
 
 VARIABLE = "FASTCOMM_DUMP"
 # Files in the folder. Whoever touches one asks all ranks for a dump: a person, or a rank whose
@@ -61,7 +61,7 @@ def watch() -> None:
     _watcher, _folder = os.getpid(), folder
     _writing, _settled_until = threading.RLock(), 0.0  # not those of a parent
     _done[:] = [None] * n_failure_calls()
-    call_on_failure(_dump_failure)
+    call_on_failure(_dump_failure, living)
     is_main = threading.current_thread() is threading.main_thread()
     if is_main and signal.getsignal(signal.SIGUSR2) == signal.SIG_DFL:
         signal.signal(signal.SIGUSR2, lambda *_: _attempt(folder, "SIGUSR2", living()))

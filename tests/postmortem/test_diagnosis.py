@@ -16,9 +16,8 @@ import torch
 from hypothesis import given, settings
 
 import fastcomm
-from fastcomm.comm import dump, dump_files
-from fastcomm.comm.flight_recorder import N_KEPT, FlightRecorder
-from fastcomm.insight import diagnosis
+from fastcomm.postmortem import diagnosis, dump, dump_files
+from fastcomm.postmortem.flight_recorder import N_KEPT, FlightRecorder
 from tests.support.bodies import Place, communicator, note, noted, wait_for_note
 from tests.support.damage import damaged_json
 from tests.support.forked_python import python

@@ -1,5 +1,5 @@
 """Diagnosis: what the dumps of all ranks say about a job that hung or failed. Which rank did not
-come, to what, and where it stood; see comm/dump_files.py for the files.
+come, to what, and where it stood; see dump_files.py for the files.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from fastcomm.comm import dump, messages
+from fastcomm.comm import messages
 from fastcomm.comm.deadline import Deadline
+from fastcomm.postmortem import dump
 
 _NS = range(2**62)
 # The form of a dump: see dump_files.py, which writes more than is read here.

@@ -1,6 +1,6 @@
 """The files of a dump, one of fastcomm's and one that torch's fr_trace reads: the newest
 collectives of a rank's communicators, and where its threads stand. When they are written is in
-dump.py; insight/diagnosis.py reads those of all ranks.
+dump.py; diagnosis.py reads those of all ranks.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from fastcomm.comm.collective import name_of, sentence
-from fastcomm.comm.flight_recorder import Entry, FlightRecorder
-from fastcomm.comm.whereabouts import stack_of
+from fastcomm.postmortem.flight_recorder import Entry, FlightRecorder
+from fastcomm.postmortem.whereabouts import stack_of
 
 # Names by which every torch's fr_trace knows a collective.
 _IN_TORCH = {
