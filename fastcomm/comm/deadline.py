@@ -12,8 +12,8 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
-COUNTED_S = 0.5  # of the time between two looks: longer than a slice of waiting takes
-SLICE_S = 0.1  # how often who waits looks at the clock
+from fastcomm.comm.times import COUNTED_S, SLICE_S
+
 T = TypeVar("T")
 
 # When somebody looked last, and how much did not count until then. One object: threads and signal

@@ -27,6 +27,7 @@ from typing import Any, Protocol
 from fastcomm.comm import messages
 from fastcomm.comm.collective import MOST_ASKED, difference
 from fastcomm.comm.deadline import Deadline, running_s
+from fastcomm.comm.times import ANSWER_S, COMPARE_S, LOOK_S, STALLED_S, TICK_S, VERDICT_S
 from fastcomm.errors import (
     ABORTED,
     CLOSED,
@@ -40,13 +41,6 @@ from fastcomm.errors import (
     PeerLostError,
     TimeoutError,
 )
-
-TICK_S = 0.1
-STALLED_S = 0.2  # a collective that takes longer makes the watchdog look at the peers
-LOOK_S = 0.2  # how often it asks for new notes
-COMPARE_S = 2.0  # after so long the ranks compare what they are waiting for
-ANSWER_S = 2.5  # how long the rank that asks waits for the others' positions: longer than LOOK_S
-VERDICT_S = 0.5  # how much longer the others that time out wait for what it concludes
 
 NOTHING = "nothing unfinished"
 

@@ -32,6 +32,7 @@ from torch.distributed import (  # type: ignore[attr-defined]
 
 from fastcomm.comm import messages
 from fastcomm.comm.deadline import Deadline
+from fastcomm.comm.times import LONG_SLICE_S, SLICE_S
 from fastcomm.errors import FastcommError, InitError, PeerLostError, TimeoutError
 from fastcomm.launching import launchers
 from fastcomm.launching.asking import ANSWER_S, Asked, Silence, answer_of
@@ -39,7 +40,7 @@ from fastcomm.launching.asking import ANSWER_S, Asked, Silence, answer_of
 _POLL_S, _LONGEST_POLL_S = 0.002, 0.05
 # Among more ranks than these, rank 0 collects the values: the store has 2 N to give, not N * N.
 _FEW = 16
-_KNOCK_S, _LONGEST_KNOCK_S = 0.1, 10.0
+_LONGEST_KNOCK_S = 10.0
 _TAKEN_IN = "taken in"
 _PROCESS = uuid.uuid4().hex  # with its pid it names a process: a forked child has another one
 _file_stores: dict[str, FileStore] = {}  # by path, those that are kept until the process ends
@@ -394,7 +395,7 @@ class MeetingPoint:
                     opened = partial(_tcp_store, self._place, not is_served, timeout)
                     self.store = answer_of(opened, timeout.total_seconds())
                     return
-            time.sleep(_KNOCK_S)
+            time.sleep(SLICE_S)
         where = self._place.geturl()
         if self._place.scheme == "tcp" and _listens(self._place):
             raise InitError(
@@ -580,17 +581,16 @@ def _await_server(host: str, port: int, timeout_s: float) -> None:
     """
     deadline = Deadline(timeout_s)
     while True:
-        left = deadline.left_s()
         try:
-            socket.create_connection((host, port), max(left, _KNOCK_S)).close()
+            socket.create_connection((host, port), LONG_SLICE_S).close()
             return
         except OSError as error:
-            if left < _KNOCK_S:
+            if deadline.is_over():
                 raise OSError(
                     f"nobody answered at {host}:{port} for {timeout_s:g} s ({error}); was rank 0 "
                     "started there, and may this host connect to it?"
                 ) from error
-        time.sleep(_KNOCK_S)
+        time.sleep(SLICE_S)
 
 
 def count_as_finished(store: Store) -> None:

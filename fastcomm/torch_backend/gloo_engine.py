@@ -21,13 +21,11 @@ from torch.autograd.graph import increment_version
 from torch.futures import Future
 
 from fastcomm.comm.deadline import Deadline
+from fastcomm.comm.times import LONG_SLICE_S
 from fastcomm.errors import PeerLostError
 from fastcomm.torch_backend.peers import Peers
 from fastcomm.torch_backend.work import BackendWork, Finished, Places, put_all, registered
 
-# How often a rank that waits for a collective looks for processes that have ended. Gloo ends at
-# once only the waits for the lost rank itself; others would last until the time-out.
-_LOOK_S = 0.4  # less than COUNTED_S of a deadline
 # In the errors of Gloo's connections, which name the source file. Others refuse the arguments.
 _OF_CONNECTIONS = "gloo/transport"
 
@@ -129,10 +127,11 @@ def _tensors(outputs: Any) -> list[Tensor]:
 
 
 def _slice(left_s: float) -> timedelta:
-    """How long to wait before the next look. Torch drops fractions of milliseconds, and takes 0 for
-    no limit.
+    """How long to wait before the next look for processes that have ended: Gloo ends at once only
+    the waits for the lost rank itself. Torch drops fractions of milliseconds, and takes 0 for no
+    limit.
     """
-    return timedelta(milliseconds=max(1, math.ceil(1e3 * min(_LOOK_S, left_s))))
+    return timedelta(milliseconds=max(1, math.ceil(1e3 * min(LONG_SLICE_S, left_s))))
 
 
 class EngineWork(BackendWork):

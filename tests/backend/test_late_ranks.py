@@ -146,7 +146,7 @@ def _call_late(monkeypatch: pytest.MonkeyPatch, call: Callable[[], Tensor]) -> T
             store.set(key, "")
 
     with monkeypatch.context() as patch:
-        patch.setattr(gloo_engine, "_LOOK_S", 1.9e-3)
+        patch.setattr(gloo_engine, "LONG_SLICE_S", 1.9e-3)
         patch.setattr(gloo_engine.GlooEngine, "raise_if_lost", tell)
         return call()
 
@@ -179,7 +179,7 @@ def _clients_are_late(place):
     from torch.distributed.tensor import Shard, distribute_tensor
 
     start(place)
-    gloo_engine._LOOK_S = 1.9e-3
+    gloo_engine.LONG_SLICE_S = 1.9e-3
 
     def late(rank: int) -> None:
         if place.rank == rank:

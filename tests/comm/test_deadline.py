@@ -6,7 +6,8 @@ from pathlib import Path
 
 import fastcomm
 from fastcomm.comm import deadline
-from fastcomm.comm.deadline import COUNTED_S, Deadline
+from fastcomm.comm.deadline import Deadline
+from fastcomm.comm.times import COUNTED_S
 
 
 def test_a_deadline_ends_on_a_machine_where_every_look_comes_late(monkeypatch):

@@ -20,6 +20,7 @@ from torch.nn import Parameter
 
 from fastcomm.comm.collective import used_values
 from fastcomm.comm.flat_buffers import FlatBuffer
+from fastcomm.comm.times import SLICE_S
 from fastcomm.comm.transport import BoundBucket, BucketWork, Weight, copy_gradients
 from fastcomm.errors import FastcommError
 from fastcomm.transports.group.call import Call
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
     from fastcomm.postmortem.flight_recorder import Entry
     from fastcomm.transports.group.work_queue import WorkQueue
 
-SLICE_S = 0.1  # how often a waiting rank looks at the clock
 _ABORTS = 10  # attempts: repeated Ctrl-C may interrupt a few of them
 
 

@@ -25,6 +25,7 @@ from fastcomm.comm.abandonment import tell_of_abandonment, told
 from fastcomm.comm.collective import SKIP, abandonment, mismatch, own_abandonment
 from fastcomm.comm.deadline import running_s
 from fastcomm.comm.lifetime import Lifetime, again
+from fastcomm.comm.times import EXPLAIN_S, INTERRUPTED_S, NAMED_S, SURE_S, TOLD_S, WAITED_S
 from fastcomm.comm.transport import Transport
 from fastcomm.comm.watchdog import (
     Notes,
@@ -60,18 +61,6 @@ from fastcomm.transports.group.exchange import Exchange
 from fastcomm.transports.group.shards import Transfer
 from fastcomm.transports.group.work import GroupBucket, GroupWork, see_through
 
-# how long the watchdog has to name the missing once a deadline has passed: longer than it takes to
-# ask around
-VERDICT_S = 4.0
-# how long the watchdog has to find out why a connection broke: longer than idle ranks take to
-# answer a question
-EXPLAIN_S = 3.0
-SURE_S = 0.8  # the same once all but one have answered, so that this one must have broken it
-WAITED_S = 0.5  # how long the thread waits for data before the connections are looked at
-TOLD_S = 0.3  # how long ranks that wait take to read a note
-# After a failure: by then the thread that found it has ended all works, unless a signal handler's
-# exception has interrupted it.
-INTERRUPTED_S = 3.0
 MOST_ANNOUNCED = 64  # calls of this rank that wait for the other ranks' announcements
 MOST_RUNNING = 4  # collectives that the thread runs at once
 
@@ -339,7 +328,7 @@ class WorkQueue:
         if works and self._current is None:
             self._wakeups.put(works[0])
         oldest = self._oldest_unfinished()
-        if oldest is not None and oldest[1] > self._timeout_s + VERDICT_S:
+        if oldest is not None and oldest[1] > self._timeout_s + NAMED_S:
             number, _, what = oldest
             message = (
                 f"waited {self._timeout_s:g} s; rank {self.rank} waits for collective number "

@@ -13,6 +13,7 @@ import time
 
 from fastcomm.comm.collective import sentence
 from fastcomm.comm.deadline import Deadline
+from fastcomm.comm.times import SLICE_S
 from fastcomm.errors import InitError, TimeoutError
 
 cimport cython
@@ -27,7 +28,6 @@ from fastcomm.transports.nccl.library cimport (
 )
 
 
-cdef double SLICE_S = 0.05
 cdef tuple KIND_NAMES = (
     "all_reduce", "broadcast", "all_gather_single", "reduce_scatter_single", "reduce",
     "send", "recv", "gather", "scatter", "all_to_all_single", "reduce_scatter_v", "all_gather_v",

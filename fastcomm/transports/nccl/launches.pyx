@@ -12,6 +12,7 @@ import weakref
 from collections import deque
 
 from fastcomm.comm.deadline import Deadline, running_s
+from fastcomm.comm.times import DRIVER_ANSWER_S
 
 cimport cython
 from libc.stdlib cimport calloc, free
@@ -20,9 +21,6 @@ from fastcomm.transports.cuda.driver cimport (
     CU_STREAM_CAPTURE_MODE_RELAXED, CUDA_ERROR_NOT_READY, CUDA_SUCCESS, CUcontext, CUevent, Device,
     check, driver,
 )
-
-
-cdef double DRIVER_ANSWER_S = 1.0  # how long the watchdog waits
 
 
 @cython.no_gc_clear  # a work that is collected hands its record on

@@ -235,7 +235,7 @@ def test_an_abort_waits_for_no_announcement_that_gloo_goes_on_with(transport, wo
 
 
 def _wait_without_a_watchdog(place):
-    work_queue.VERDICT_S = 0.1
+    work_queue.NAMED_S = 0.1
     comm = communicator(place)
     comm.barrier()
     comm._queue._timeout_s = 1
