@@ -38,7 +38,6 @@ from fastcomm.transports.group.communicator import GroupCommunicator
 from fastcomm.transports.group.exchange import Exchange
 from fastcomm.transports.group.hierarchical import HierarchicalCommunicator
 from fastcomm.transports.nccl.communicator import NcclCommunicator
-from fastcomm.transports.nccl.library import CTA_POLICIES
 from fastcomm.transports.shm.communicator import ShmCommunicator
 from fastcomm.transports.shm.ring import MAX_RANKS
 
@@ -55,8 +54,6 @@ def init(
     device: torch.device | str | None = None,
     timeout: timedelta = timedelta(minutes=5),
     group: dist.ProcessGroup | None = None,
-    max_ctas: int | None = None,
-    cta_policy: str | None = None,
 ) -> Communicator:
     """Brings `world_size` ranks together and returns this rank's communicator. Every rank must call
     it, with the same arguments.
@@ -76,10 +73,6 @@ def init(
         launcher says it (LOCAL_RANK under torchrun), or the only one this process sees. It becomes
         torch's current device.
     timeout: a timedelta; how long to wait for missing ranks here, and later in every collective.
-    max_ctas: for NCCL, how many thread blocks a collective may take at most, so that the rest of
-        the GPU computes meanwhile. None leaves it to NCCL.
-    cta_policy: for NCCL 2.27 or newer, how it chooses that number: "default", "efficiency" (as few
-        as will do) or, from NCCL 2.28 on, "zero" (none, where copy engines can do it).
 
     Raises InitError, on every rank, when the ranks cannot be brought together: it names the rank
     and says what to do; NcclError when NCCL itself fails on this rank. Raises ValueError or
@@ -91,10 +84,7 @@ def init(
     if place.type == "cuda":
         torch.cuda.set_device(place)
     is_nccl = _is_nccl(backend, place)
-    _check_ctas(is_nccl, max_ctas, cta_policy)
-    connect = functools.partial(
-        _connect_all, group=group, place=place, timeout=timeout, ctas=(max_ctas, cta_policy)
-    )
+    connect = functools.partial(_connect_all, group=group, place=place, timeout=timeout)
     if group is not None:
         meeting = meet_in_group(group, timeout)
         comm, neighbours = connect(meeting, backend)
@@ -120,13 +110,12 @@ def _connect_all(
     group: dist.ProcessGroup | None,
     place: torch.device,
     timeout: timedelta,
-    ctas: tuple[int | None, str | None],
 ) -> tuple[Transport, list[int]]:
     """Makes the communicator of ranks that have met. Returns the ranks of this host, too."""
     with _told_to_all(bootstrap):
         neighbours = _neighbours(bootstrap, backend, place)
         if neighbours.backend == "nccl":
-            comm: Transport = _connect_on_cuda(bootstrap, timeout, place, neighbours, *ctas)
+            comm: Transport = _connect_on_cuda(bootstrap, timeout, place, neighbours)
         else:
             comm = _connect_on_cpu(bootstrap, timeout, group, neighbours)
         if group is None:  # else the store is the group's
@@ -244,17 +233,6 @@ def _check_arguments(backend: str, init_method: object, timeout: object, group: 
         )
 
 
-def _check_ctas(is_nccl: bool, max_ctas: int | None, cta_policy: str | None) -> None:
-    if not is_nccl and (max_ctas, cta_policy) != (None, None):
-        raise ValueError("max_ctas and cta_policy are options of NCCL: pass backend='nccl'")
-    if max_ctas is not None and (isinstance(max_ctas, bool) or not isinstance(max_ctas, int)):
-        raise TypeError(f"max_ctas must be an integer or None; got {max_ctas!r}")
-    if max_ctas is not None and max_ctas < 1:
-        raise ValueError(f"max_ctas must be at least 1; got {max_ctas}")
-    if cta_policy is not None and cta_policy not in CTA_POLICIES:
-        raise ValueError(f"cta_policy must be one of {', '.join(CTA_POLICIES)}; got {cta_policy!r}")
-
-
 def _cuda_index(rank: int | None, world_size: int | None) -> int:
     """Which of the CUDA devices that this process sees is its own."""
     if torch.cuda.device_count() == 1:  # some launchers show each rank its own device alone
@@ -275,14 +253,10 @@ def _connect_on_cuda(
     timeout: timedelta,
     device: torch.device,
     neighbours: _Neighbours,
-    max_ctas: int | None = None,
-    cta_policy: str | None = None,
 ) -> NcclCommunicator:
     """Makes the communicator on `device`, once the ranks have met."""
     place = bootstrap.rank, bootstrap.world_size, neighbours.local_rank
-    return NcclCommunicator(
-        *place, bootstrap, timeout, device, neighbours.ranks, max_ctas, cta_policy
-    )
+    return NcclCommunicator(*place, bootstrap, timeout, device, neighbours.ranks)
 
 
 def _connect_on_cpu(

@@ -19,7 +19,6 @@ enum {
     DRIVER_VERSION = 13000,
     THREADS_PER_BLOCK = 1024,
     THREADS_PER_MULTIPROCESSOR = 2048,
-    ALIGNMENT = 512, /* of device memory */
 };
 
 struct CUfunc_st {
@@ -120,19 +119,6 @@ EXPORT CUresult cuModuleLoadData(CUmodule *module, const void *image) {
     return CUDA_SUCCESS;
 }
 
-EXPORT CUresult cuModuleUnload(CUmodule module) {
-    CUresult result = ready(CONTEXT, stand_in_called("cuModuleUnload"));
-    while (result == CUDA_SUCCESS && module->functions != NULL) {
-        CUfunction function = module->functions;
-        module->functions = function->next;
-        free(function);
-    }
-    if (result == CUDA_SUCCESS) {
-        free(module);
-    }
-    return result;
-}
-
 /* The kernels' library stays open: a process has one. */
 static void *kernel_named(const char *name) {
     const char *path = getenv("FASTCOMM_STAND_IN_KERNELS");
@@ -211,82 +197,4 @@ EXPORT CUresult cuLaunchKernel(CUfunction function, unsigned grid_x, unsigned gr
         function->run(grid_x, block_x, parameters);
     }
     return wait_for_room("cuLaunchKernel", result);
-}
-
-/* ---- memory ---- */
-
-static CUresult may_allocate(int fault) {
-    CUresult result = ready(CONTEXT, fault);
-    return result == CUDA_SUCCESS ? may_be_unsafe() : result;
-}
-
-EXPORT CUresult cuMemAlloc_v2(CUdeviceptr *address, size_t nbytes) {
-    CUresult result = may_allocate(stand_in_called("cuMemAlloc nbytes=%zu", nbytes));
-    if (result != CUDA_SUCCESS || nbytes == 0) {
-        return result != CUDA_SUCCESS ? result : CUDA_ERROR_INVALID_VALUE;
-    }
-    void *memory = stand_in_allocate(nbytes, ALIGNMENT, current_device());
-    *address = (CUdeviceptr)(uintptr_t)memory;
-    stand_in_hand_out(memory, memory != NULL ? nbytes : 0);
-    return memory != NULL ? CUDA_SUCCESS : CUDA_ERROR_OUT_OF_MEMORY;
-}
-
-EXPORT CUresult cuMemFree_v2(CUdeviceptr address) {
-    CUresult result = may_allocate(stand_in_called("cuMemFree"));
-    if (result != CUDA_SUCCESS || address == 0) {
-        return result;
-    }
-    reach_all_work(); /* as the driver does, which waits for the device */
-    return stand_in_release((void *)(uintptr_t)address) ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
-}
-
-/* A piece of work that reads or writes device memory may begin. */
-static CUresult begin_use(CUstream stream, const char *name, const struct range range, int fault) {
-    size_t number;
-    CUresult result = ready(CONTEXT, fault);
-    if (result == CUDA_SUCCESS) {
-        result = put_work_into(stream, &number);
-    }
-    if (result == CUDA_SUCCESS) {
-        stand_in_use(number, name, &range, 1);
-    }
-    return result;
-}
-
-EXPORT CUresult cuMemcpyHtoDAsync_v2(CUdeviceptr to, const void *from, size_t nbytes,
-                                     CUstream stream) {
-    int fault =
-        stand_in_called("cuMemcpyHtoDAsync nbytes=%zu stream=0x%zx", nbytes, number_of(stream));
-    void *address = (void *)(uintptr_t)to;
-    CUresult result =
-        begin_use(stream, "cuMemcpyHtoDAsync", (struct range){address, nbytes, true}, fault);
-    if (result == CUDA_SUCCESS && nbytes > 0) {
-        memcpy(address, from, nbytes);
-    }
-    return result;
-}
-
-EXPORT CUresult cuMemcpyDtoHAsync_v2(void *to, CUdeviceptr from, size_t nbytes, CUstream stream) {
-    int fault =
-        stand_in_called("cuMemcpyDtoHAsync nbytes=%zu stream=0x%zx", nbytes, number_of(stream));
-    const void *address = (const void *)(uintptr_t)from;
-    CUresult result =
-        begin_use(stream, "cuMemcpyDtoHAsync", (struct range){address, nbytes, false}, fault);
-    if (result == CUDA_SUCCESS && nbytes > 0) {
-        memcpy(to, address, nbytes);
-    }
-    return result;
-}
-
-EXPORT CUresult cuMemsetD8Async(CUdeviceptr to, unsigned char value, size_t nbytes,
-                                CUstream stream) {
-    int fault =
-        stand_in_called("cuMemsetD8Async nbytes=%zu stream=0x%zx", nbytes, number_of(stream));
-    void *address = (void *)(uintptr_t)to;
-    CUresult result =
-        begin_use(stream, "cuMemsetD8Async", (struct range){address, nbytes, true}, fault);
-    if (result == CUDA_SUCCESS) {
-        memset(address, value, nbytes);
-    }
-    return result;
 }

@@ -112,10 +112,6 @@ EXPORT CUresult cuDevicePrimaryCtxRetain(CUcontext *context, CUdevice device) {
     return result;
 }
 
-EXPORT CUresult cuDevicePrimaryCtxRelease_v2(CUdevice device) {
-    return ready_with(device, stand_in_called("cuDevicePrimaryCtxRelease device=%d", device));
-}
-
 EXPORT CUresult cuCtxGetCurrent(CUcontext *context) {
     *context = current;
     if (returns_at_once()) {
@@ -135,14 +131,6 @@ EXPORT CUresult cuCtxSetCurrent(CUcontext context) {
     }
     current = exists ? context : current;
     return exists ? CUDA_SUCCESS : CUDA_ERROR_INVALID_CONTEXT;
-}
-
-EXPORT CUresult cuCtxGetDevice(CUdevice *device) {
-    CUresult result = ready(CONTEXT, stand_in_asked("cuCtxGetDevice"));
-    if (result == CUDA_SUCCESS) {
-        *device = current_device();
-    }
-    return result;
 }
 
 EXPORT CUresult cuCtxGetStreamPriorityRange(int *least, int *greatest) {

@@ -1,4 +1,4 @@
-/* The stand-in for the CUDA driver in its parts: the driver, modules and memory (cuda.c); devices
+/* The stand-in for the CUDA driver in its parts: the driver, and modules (cuda.c); devices
  * and contexts (cuda_contexts.c); streams, events and captures (cuda_streams.c); full queues and
  * slow queries (cuda_queue.c); captures as they are asked for, and what graphs own
  * (cuda_graphs.c). */
@@ -138,13 +138,6 @@ CUresult ask_for_capture(CUstream stream, CUstreamCaptureStatus *status,
 
 /* NO_DEVICE if there is no such stream. */
 int device_of(CUstream stream);
-
-/* The calling thread has waited for all work of the current context. */
-void reach_all_work(void);
-
-/* Whether this thread may now make a call that a capture would not notice. Where it may not, the
- * capture is spoilt. */
-CUresult may_be_unsafe(void);
 
 /* Streams and events are small numbers. */
 size_t number_of(const void *handle);

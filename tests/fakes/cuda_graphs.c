@@ -27,12 +27,6 @@ static enum needs needs_of(CUstream stream) {
     return number_of(stream) < DEFAULT_STREAMS ? CONTEXT : DRIVER;
 }
 
-EXPORT CUresult cuStreamIsCapturing(CUstream stream, CUstreamCaptureStatus *status) {
-    unsigned long long number;
-    CUresult result = ready(needs_of(stream), stand_in_asked("cuStreamIsCapturing"));
-    return result == CUDA_SUCCESS ? ask_for_capture(stream, status, &number) : result;
-}
-
 /* The graph of a capture has the capture's number. Nobody asks for what it depends on. */
 EXPORT CUresult cuStreamGetCaptureInfo_v2(CUstream stream, CUstreamCaptureStatus *status,
                                           unsigned long long *identifier, CUgraph *graph,

@@ -193,13 +193,6 @@ CUresult stand_in_capture(int mode) {
     return result;
 }
 
-CUresult may_be_unsafe(void) {
-    pthread_mutex_lock(&mutex);
-    CUresult result = allowed_during_capture();
-    pthread_mutex_unlock(&mutex);
-    return result;
-}
-
 /* ---- streams ---- */
 
 /* The number of the next stream or event, or 0 when there are no more. */
@@ -283,12 +276,6 @@ static void reach_work_of(int device) {
             stand_in_wait_for_stream(i);
         }
     }
-}
-
-void reach_all_work(void) {
-    pthread_mutex_lock(&mutex);
-    reach_work_of(current_device());
-    pthread_mutex_unlock(&mutex);
 }
 
 EXPORT CUresult cuCtxSynchronize(void) {
@@ -472,23 +459,6 @@ EXPORT CUresult cuEventQuery(CUevent handle) {
         result = CUDA_ERROR_NOT_READY;
     }
     if (result == CUDA_SUCCESS) {
-        order_reach(event->clock);
-    }
-    pthread_mutex_unlock(&mutex);
-    return result;
-}
-
-EXPORT CUresult cuEventSynchronize(CUevent handle) {
-    CUresult result =
-        ready(CONTEXT, stand_in_called("cuEventSynchronize event=%zu", number_of(handle)));
-    if (result != CUDA_SUCCESS) {
-        return result;
-    }
-    pthread_mutex_lock(&mutex);
-    const struct event *event = event_of(handle);
-    result = observable(event);
-    if (result == CUDA_SUCCESS && event->recorded) {
-        wait_while_events_are_held();
         order_reach(event->clock);
     }
     pthread_mutex_unlock(&mutex);

@@ -1,14 +1,12 @@
 /* A stand-in for libnccl.so.2, which tests load through FASTCOMM_NCCL_LIBRARY: communicators of the
  * processes of one host whose collectives, sends and receives work, on host memory, and are over
- * when the call returns, or its group's end, whatever the stream. It keeps a log and fails, hangs
- * or stays in progress on order.
+ * when the call returns, or its group's end, whatever the stream. It keeps a log, and fails or
+ * hangs on order.
  *
  * As with NCCL, ranks that do not ask for the same, and ranks whose peers are gone, wait until
  * somebody aborts; the waiting call then returns ncclInternalError. Unlike NCCL it finds every use
- * of a communicator that is gone, and two threads in one communicator. A communicator that asks not
- * to block forms by itself: ncclCommGetAsyncError says when. Its collectives block all the same. */
+ * of a communicator that is gone, and two threads in one communicator. */
 #define _GNU_SOURCE
-#include <limits.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
@@ -25,27 +23,7 @@
 #define VERSION 22907
 #endif
 
-/* What all versions have of the structure begins like this. */
-typedef struct {
-    size_t size;
-    unsigned magic, version;
-    int blocking, cga_cluster_size, min_ctas, max_ctas;
-    const char *net_name;
-    int split_share, traffic_class;
-    const char *name; /* from here on: since 2.27 */
-    int collnet_enable, cta_policy;
-} ncclConfig_t;
-
-enum {
-    CONFIG_BYTES = 48, /* of 2.18, the first version with ncclCommSplit */
-    CONFIG_MAGIC = 0xcafebeef,
-    UNDEFINED = INT_MIN,
-    NO_COLOR = -1,
-};
-
-__attribute__((constructor)) static void load(void) {
-    stand_in_faults_from("FASTCOMM_STAND_IN_NCCL_FAULTS");
-}
+enum { NO_COLOR = -1 };
 
 /* ---- the library ---- */
 
@@ -101,8 +79,7 @@ static ncclComm_t arrive(const struct address *address, int rank, int n_ranks, i
         free(comm);
         return NULL;
     }
-    *comm = (struct ncclComm){
-        .world = world, .rank = rank, .n_ranks = n_ranks, .device = device, .is_forming = true};
+    *comm = (struct ncclComm){.world = world, .rank = rank, .n_ranks = n_ranks, .device = device};
     const struct intent intent = {.kind = JOIN, .count = (uint64_t)version()};
     world_begin_round(world, &intent, NULL, 0);
     add_comm(comm);
@@ -114,9 +91,6 @@ static ncclComm_t arrive(const struct address *address, int rank, int n_ranks, i
 static ncclResult_t form(ncclComm_t *comm, const char *function) {
     ncclComm_t formed = *comm;
     bool has_met = world_wait(formed->world), agrees = has_met && world_agrees(formed->world);
-    pthread_mutex_lock(&nccl_mutex);
-    formed->is_forming = false;
-    pthread_mutex_unlock(&nccl_mutex);
     leave(formed);
     if (agrees) {
         return ncclSuccess;
@@ -129,68 +103,27 @@ static ncclResult_t form(ncclComm_t *comm, const char *function) {
     return fail(ncclInvalidUsage, function, "the ranks have different versions of NCCL");
 }
 
-static ncclResult_t check_config(const ncclConfig_t *config, int n_ranks, int rank) {
-    const char *function = "ncclCommInitRankConfig";
-    if (n_ranks < 1 || n_ranks > MAX_RANKS || rank < 0 || rank >= n_ranks) {
-        return fail(ncclInvalidArgument, function, "no such rank");
-    }
-    if (config == NULL) {
-        return ncclSuccess;
-    }
-    if (config->size < CONFIG_BYTES) {
-        return fail(ncclInvalidArgument, function, "the config is shorter than that of 2.18");
-    }
-    if (config->magic != CONFIG_MAGIC) {
-        return fail(ncclInvalidArgument, function, "the config's magic is not 0xcafebeef");
-    }
-    return config->version > 0 ? ncclSuccess
-                               : fail(ncclInvalidArgument, function, "the config has no version");
-}
-
-/* What a config asks for notes itself in the log. */
-static void note_config(const ncclConfig_t *config) {
-    if (config == NULL || config->size < CONFIG_BYTES) {
-        return;
-    }
-    if (config->max_ctas != UNDEFINED) {
-        stand_in_called("config max_ctas=%d", config->max_ctas);
-    }
-    if (config->size >= sizeof *config && config->cta_policy != UNDEFINED) {
-        stand_in_called("config cta_policy=%d", config->cta_policy);
-    }
-}
-
 /* In a group it is executed at once all the same: groups that make communicators are for several
  * devices of one process. */
 SINCE_2_18 ncclResult_t ncclCommInitRankConfig(ncclComm_t *comm, int n_ranks, ncclUniqueId id,
-                                               int rank, ncclConfig_t *config) {
+                                               int rank, void *config) {
     const char *function = "ncclCommInitRankConfig";
     int fault = stand_in_called("ncclCommInitRankConfig rank=%d world_size=%d", rank, n_ranks);
     ncclResult_t result = begin_without_comm(function, fault);
-    bool is_stuck = result == ncclInProgress;
-    note_config(config);
     *comm = NULL;
-    if (result == ncclSuccess || is_stuck) {
-        result = check_config(config, n_ranks, rank);
-    }
     if (result != ncclSuccess) {
         return result;
+    }
+    if (config != NULL || n_ranks < 1 || n_ranks > MAX_RANKS || rank < 0 || rank >= n_ranks) {
+        return fail(ncclInvalidArgument, function, "no such rank, or a config");
     }
     struct address address;
     memcpy(&address, &id, sizeof address);
     *comm = arrive(&address, rank, n_ranks, runtime_device());
-    if (*comm == NULL) {
-        return fail(ncclSystemError, function,
-                    "nobody is at the unique id's address, or this rank has been there");
-    }
-    if (!is_stuck && (config == NULL || config->blocking != 0)) {
-        return form(comm, function);
-    }
-    if (is_stuck) {
-        get_stuck(*comm);
-    }
-    leave(*comm);
-    return ncclInProgress;
+    return *comm != NULL
+               ? form(comm, function)
+               : fail(ncclSystemError, function,
+                      "nobody is at the unique id's address, or this rank has been there");
 }
 
 /* What each rank tells the others when they split. Every rank offers a world; the first of a color
@@ -228,9 +161,11 @@ static ncclComm_t arrive_in_part(ncclComm_t parent, const struct split *ours) {
 }
 
 SINCE_2_18 ncclResult_t ncclCommSplit(ncclComm_t parent, int color, int key, ncclComm_t *comm,
-                                      ncclConfig_t *config) {
-    note_config(config);
+                                      void *config) {
     *comm = NULL;
+    if (config != NULL) {
+        return fail(ncclInvalidArgument, "ncclCommSplit", "a config");
+    }
     ncclResult_t result = begin_round(parent, "ncclCommSplit",
                                       stand_in_called("ncclCommSplit color=%d key=%d", color, key));
     if (result != ncclSuccess) {
@@ -357,49 +292,4 @@ EXPORT ncclResult_t ncclCommAbort(ncclComm_t comm) {
         dispose(comm);
     }
     return result;
-}
-
-EXPORT ncclResult_t ncclCommGetAsyncError(ncclComm_t comm, ncclResult_t *error) {
-    ncclResult_t result =
-        begin(comm, "ncclCommGetAsyncError", stand_in_asked("ncclCommGetAsyncError"));
-    if (result != ncclSuccess) {
-        return result;
-    }
-    *error = state_of(comm);
-    leave(comm);
-    return ncclSuccess;
-}
-
-static int n_ranks_of(ncclComm_t comm) {
-    return comm->n_ranks;
-}
-
-static int rank_of(ncclComm_t comm) {
-    return comm->rank;
-}
-
-static int device_of(ncclComm_t comm) {
-    return comm->device;
-}
-
-static ncclResult_t ask(ncclComm_t comm, const char *function, int (*fact_of)(ncclComm_t),
-                        int *fact) {
-    ncclResult_t result = begin(comm, function, stand_in_asked(function));
-    if (result == ncclSuccess) {
-        *fact = fact_of(comm);
-        leave(comm);
-    }
-    return result;
-}
-
-EXPORT ncclResult_t ncclCommCount(const ncclComm_t comm, int *count) {
-    return ask(comm, "ncclCommCount", n_ranks_of, count);
-}
-
-EXPORT ncclResult_t ncclCommUserRank(const ncclComm_t comm, int *rank) {
-    return ask(comm, "ncclCommUserRank", rank_of, rank);
-}
-
-EXPORT ncclResult_t ncclCommCuDevice(const ncclComm_t comm, int *device) {
-    return ask(comm, "ncclCommCuDevice", device_of, device);
 }

@@ -15,8 +15,8 @@ pthread_mutex_t nccl_mutex = PTHREAD_MUTEX_INITIALIZER;
 static pthread_cond_t somebody_left = PTHREAD_COND_INITIALIZER;
 static ncclComm_t comms;
 static char last_error[TEXT_BYTES];
-static char hanging[NAME_BYTES], in_progress[NAME_BYTES];
-static ncclResult_t async_error;
+static char hanging[NAME_BYTES];
+static atomic_int async_error;
 static pthread_cond_t revocations_go_on = PTHREAD_COND_INITIALIZER;
 static atomic_bool ends_together;
 static int n_revocations, revocations_needed, n_overtaken, n_freed_under_graphs;
@@ -24,22 +24,14 @@ static bool stay_inside;
 
 /* ---- what tests order and ask ---- */
 
-static int order(char *place, const char *function) {
+int stand_in_hang(const char *function) {
     if (function != NULL && !stand_in_has(function)) {
         return -1;
     }
     pthread_mutex_lock(&nccl_mutex);
-    snprintf(place, NAME_BYTES, "%s", function != NULL ? function : "");
+    snprintf(hanging, sizeof hanging, "%s", function != NULL ? function : "");
     pthread_mutex_unlock(&nccl_mutex);
     return 0;
-}
-
-int stand_in_hang(const char *function) {
-    return order(hanging, function);
-}
-
-int stand_in_in_progress(const char *function) {
-    return order(in_progress, function);
 }
 
 void stand_in_hold_revocations(int until) {
@@ -72,17 +64,15 @@ int stand_in_freed_under_graphs(void) {
     return n;
 }
 
-static bool is_ordered(const char *place, const char *function) {
+static bool is_to_hang(const char *function) {
     pthread_mutex_lock(&nccl_mutex);
-    bool is = strcmp(place, function) == 0;
+    bool is = strcmp(hanging, function) == 0;
     pthread_mutex_unlock(&nccl_mutex);
     return is;
 }
 
 void stand_in_async_error(int code) {
-    pthread_mutex_lock(&nccl_mutex);
-    async_error = (ncclResult_t)code;
-    pthread_mutex_unlock(&nccl_mutex);
+    async_error = code;
 }
 
 int stand_in_live_comms(void) {
@@ -114,10 +104,20 @@ ncclResult_t begin_without_comm(const char *function, int fault) {
     if (fault != 0) {
         return fail((ncclResult_t)fault, function, "told to fail");
     }
-    while (is_ordered(hanging, function)) {
+    while (is_to_hang(function)) {
         pause();
     }
-    return is_ordered(in_progress, function) ? ncclInProgress : ncclSuccess;
+    return ncclSuccess;
+}
+
+EXPORT ncclResult_t ncclCommGetAsyncError(ncclComm_t comm, ncclResult_t *error) {
+    ncclResult_t result =
+        begin(comm, "ncclCommGetAsyncError", stand_in_asked("ncclCommGetAsyncError"));
+    if (result == ncclSuccess) {
+        *error = (ncclResult_t)async_error;
+        leave(comm);
+    }
+    return result;
 }
 
 /* Called with the mutex held. The place in the list of communicators, which holds NULL if it is not
@@ -152,32 +152,21 @@ ncclResult_t enter(ncclComm_t comm, const char *function) {
                : fail(ncclInvalidArgument, function, "the communicator was destroyed or aborted");
 }
 
-void get_stuck(ncclComm_t comm) {
-    pthread_mutex_lock(&nccl_mutex);
-    comm->is_stuck = true;
-    pthread_mutex_unlock(&nccl_mutex);
-}
-
 ncclResult_t begin(ncclComm_t comm, const char *function, int fault) {
     ncclResult_t result =
         fault != 0 ? fail((ncclResult_t)fault, function, "told to fail") : enter(comm, function);
     if (result != ncclSuccess) {
         return result;
     }
-    if (is_ordered(in_progress, function)) {
-        get_stuck(comm);
-        result = ncclInProgress;
-    } else if (is_ordered(hanging, function)) {
-        if (strcmp(function, "ncclCommFinalize") == 0) {
-            end_use(comm, &comm->is_finalized); /* from here on Revoke is refused */
-        }
-        world_wait_until_abandoned(comm->world);
-        result = fail(ncclInternalError, function, "aborted");
+    if (!is_to_hang(function)) {
+        return ncclSuccess;
     }
-    if (result != ncclSuccess) {
-        leave(comm);
+    if (strcmp(function, "ncclCommFinalize") == 0) {
+        end_use(comm, &comm->is_finalized); /* from here on Revoke is refused */
     }
-    return result;
+    world_wait_until_abandoned(comm->world);
+    leave(comm);
+    return fail(ncclInternalError, function, "aborted");
 }
 
 ncclResult_t begin_round(ncclComm_t comm, const char *function, int fault) {
@@ -186,16 +175,14 @@ ncclResult_t begin_round(ncclComm_t comm, const char *function, int fault) {
         return result;
     }
     pthread_mutex_lock(&nccl_mutex);
-    bool is_forming = comm->is_forming, is_in_round = comm->is_in_round;
-    comm->is_in_round = comm->is_in_round || !is_forming;
+    bool is_in_round = comm->is_in_round;
+    comm->is_in_round = true;
     pthread_mutex_unlock(&nccl_mutex);
-    if (!is_forming && !is_in_round) {
+    if (!is_in_round) {
         return ncclSuccess;
     }
     leave(comm);
-    return is_forming
-               ? fail(ncclInvalidArgument, function, "the communicator is still in progress")
-               : fail(ncclInvalidUsage, function, "another thread is using the communicator");
+    return fail(ncclInvalidUsage, function, "another thread is using the communicator");
 }
 
 ncclResult_t end_round(ncclComm_t comm, const char *function, bool is_done) {
@@ -246,8 +233,8 @@ void wait_as_destroyed(ncclComm_t comm) {
     }
 }
 
-void linger(bool for_ever) {
-    while (for_ever || stay_inside) {
+void linger(void) {
+    while (stay_inside) {
         usleep(1000);
     }
 }
@@ -284,20 +271,4 @@ bool dispose(ncclComm_t comm) {
         free(comm);
     }
     return is_ours;
-}
-
-ncclResult_t state_of(ncclComm_t comm) {
-    pthread_mutex_lock(&nccl_mutex);
-    bool has_met = comm->is_forming && !comm->is_stuck && world_has_met(comm->world);
-    bool disagrees = has_met && !world_agrees(comm->world);
-    comm->is_forming = comm->is_forming && !has_met;
-    comm->failure = disagrees ? ncclInvalidUsage : comm->failure;
-    ncclResult_t state = comm->failure != ncclSuccess ? comm->failure : async_error;
-    if (state == ncclSuccess && (comm->is_forming || (comm->is_stuck && *in_progress != '\0'))) {
-        state = ncclInProgress;
-    }
-    pthread_mutex_unlock(&nccl_mutex);
-    return disagrees
-               ? fail(state, "ncclCommInitRankConfig", "the ranks have different versions of NCCL")
-               : state;
 }

@@ -46,10 +46,6 @@ EXPORT void stand_in_async_error(int code);
  * or abort it, for ever. NULL heals it. */
 EXPORT int stand_in_hang(const char *function);
 
-/* Calls of this function return ncclInProgress and do nothing; ncclCommGetAsyncError goes on saying
- * so. NULL heals it. */
-EXPORT int stand_in_in_progress(const char *function);
-
 EXPORT int stand_in_live_comms(void);
 
 /* Revocations return only once this many have begun, as if each waited for a kernel that another
@@ -99,17 +95,14 @@ struct ncclComm {
     struct world *world;
     int rank, n_ranks;
     int device;
-    int n_inside;    /* calls that use it */
-    bool is_forming; /* it does not block, and not all ranks were there when it was last asked */
+    int n_inside; /* calls that use it */
     bool is_in_round;
-    bool is_stuck; /* by stand_in_in_progress */
     bool is_being_revoked, is_being_destroyed;
     bool is_finalized, is_revoked;
     bool is_captured; /* some of its collectives, */
     int graphs_then;  /* when so many times the graphs had been destroyed */
     bool has_stream;  /* a collective was launched, on */
     size_t stream;
-    ncclResult_t failure;
 };
 
 /* Guards the communicators and whatever a part keeps beside them. */
@@ -118,8 +111,8 @@ extern pthread_mutex_t nccl_mutex;
 /* Remembers why, and returns the code. */
 ncclResult_t fail(ncclResult_t code, const char *function, const char *why);
 
-/* A collective that was aborted stays inside its call: as long as tests say, or for ever. */
-void linger(bool for_ever);
+/* A collective that was aborted stays inside its call, as long as tests say. */
+void linger(void);
 
 /* A call that no abort can end begins: its fault, its orders. */
 ncclResult_t begin_without_comm(const char *function, int fault);
@@ -130,8 +123,7 @@ ncclResult_t begin(ncclComm_t comm, const char *function, int fault);
 ncclResult_t enter(ncclComm_t comm, const char *function);
 void leave(ncclComm_t comm);
 
-/* The same for calls that talk to the other ranks: the communicator must have been formed, and no
- * other thread may be in one. */
+/* The same for calls that talk to the other ranks: no other thread may be in one. */
 ncclResult_t begin_round(ncclComm_t comm, const char *function, int fault);
 ncclResult_t end_round(ncclComm_t comm, const char *function, bool is_done);
 
@@ -139,10 +131,6 @@ ncclResult_t end_round(ncclComm_t comm, const char *function, bool is_done);
 void add_comm(ncclComm_t comm);
 /* Waits until all have left and frees it. False if another thread was quicker. */
 bool dispose(ncclComm_t comm);
-/* It will be in progress for as long as somebody orders it. */
-void get_stuck(ncclComm_t comm);
-/* How it is: what ncclCommGetAsyncError says. */
-ncclResult_t state_of(ncclComm_t comm);
 
 /* Sets a flag of a communicator whose use has not ended yet; false if it was revoked or finalized.
  */
@@ -155,13 +143,8 @@ void wait_as_destroyed(ncclComm_t comm);
 /* Counts an abort that comes before the end of a revocation or of a destruction. */
 void note_abort(ncclComm_t comm);
 
-#define OTHER_DEVICE "the memory is on another device than the communicator"
-
 /* Whether NCCL's memory at the address, if it is NCCL's, is on the communicator's device. */
 bool is_memory_of(const void *address, int device);
-/* Whether a collective there meets the host's ranks in a loop that no abort ends, as NCCL does over
- * NVLink SHARP in memory that is registered and no window. */
-bool meets_on_host(const void *address);
 
 /* A send or a receive, and how far it is (nccl_messages.c). */
 struct message {

@@ -166,7 +166,7 @@ static ncclResult_t run_collective(const struct operation *o) {
     }
     if (!is_done) {
         order_end(o->comm); /* what was aborted inside the call is not on the device any more */
-        linger(meets_on_host(o->input) || meets_on_host(o->output));
+        linger();
     }
     return end_round(o->comm, function, is_done);
 }
@@ -232,7 +232,7 @@ static ncclResult_t run_messages(const struct operation *operations, size_t n) {
     }
     if (!is_done) {
         order_end(comm);
-        linger(false);
+        linger();
     }
     free(messages);
     result = end_round(comm, function, is_done);
@@ -277,7 +277,8 @@ static ncclResult_t check_and_run(const struct operation o, int fault) {
         return fail(ncclInvalidArgument, function, "a buffer is NULL");
     }
     if (!is_memory_of(o.input, device) || !is_memory_of(o.output, device)) {
-        return fail(ncclInvalidArgument, function, OTHER_DEVICE);
+        return fail(ncclInvalidArgument, function,
+                    "the memory is on another device than the communicator");
     }
     if (!is_stream_of((size_t)o.stream, device)) { /* CUDA refuses the kernel's launch */
         return fail(ncclUnhandledCudaError, function, "invalid resource handle");

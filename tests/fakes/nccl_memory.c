@@ -11,7 +11,6 @@ struct registration {
     struct registration *next;
     ncclComm_t comm;
     const char *buffer;
-    bool is_window;
 };
 
 static struct registration *registrations;
@@ -56,16 +55,6 @@ static bool is_registered(const char *address) {
     return is;
 }
 
-bool meets_on_host(const void *address) {
-    bool does = false;
-    pthread_mutex_lock(&nccl_mutex);
-    for (const struct registration *one = registrations; one != NULL; one = one->next) {
-        does = does || (one->buffer == address && !one->is_window);
-    }
-    pthread_mutex_unlock(&nccl_mutex);
-    return does;
-}
-
 EXPORT ncclResult_t ncclMemFree(void *address) {
     ncclResult_t result = begin_without_comm("ncclMemFree", stand_in_called("ncclMemFree"));
     if (result != ncclSuccess || address == NULL) {
@@ -83,12 +72,12 @@ EXPORT ncclResult_t ncclMemFree(void *address) {
                : fail(ncclInvalidArgument, "ncclMemFree", "not memory of ncclMemAlloc");
 }
 
-static struct registration *add_registration(ncclComm_t comm, const void *buffer, bool is_window) {
+static struct registration *add_registration(ncclComm_t comm, const void *buffer) {
     struct registration *registration = malloc(sizeof *registration);
     if (registration != NULL) {
         pthread_mutex_lock(&nccl_mutex);
-        *registration = (struct registration){
-            .next = registrations, .comm = comm, .buffer = buffer, .is_window = is_window};
+        *registration =
+            (struct registration){.next = registrations, .comm = comm, .buffer = buffer};
         registrations = registration;
         pthread_mutex_unlock(&nccl_mutex);
     }
@@ -101,61 +90,13 @@ void forget_registrations(ncclComm_t comm) {
         struct registration *registration = *one;
         if (registration->comm == comm) {
             *one = registration->next;
-            n_lost_windows += registration->is_window;
+            n_lost_windows++;
             free(registration);
         } else {
             one = &registration->next;
         }
     }
     pthread_mutex_unlock(&nccl_mutex);
-}
-
-static ncclResult_t remove_registration(ncclComm_t comm, const struct registration *registration,
-                                        const char *function) {
-    pthread_mutex_lock(&nccl_mutex);
-    struct registration **link = &registrations;
-    while (*link != NULL && (*link != registration || (*link)->comm != comm)) {
-        link = &(*link)->next;
-    }
-    struct registration *found = *link;
-    if (found != NULL) {
-        *link = found->next;
-    }
-    pthread_mutex_unlock(&nccl_mutex);
-    free(found);
-    return found != NULL
-               ? ncclSuccess
-               : fail(ncclInvalidArgument, function, "not registered with this communicator");
-}
-
-EXPORT ncclResult_t ncclCommRegister(const ncclComm_t comm, void *buffer, size_t nbytes,
-                                     void **handle) {
-    ncclResult_t result =
-        begin(comm, "ncclCommRegister", stand_in_called("ncclCommRegister nbytes=%zu", nbytes));
-    if (result != ncclSuccess) {
-        return result;
-    }
-    bool is_here = is_memory_of(buffer, comm->device);
-    *handle = is_here ? add_registration(comm, buffer, false) : NULL;
-    leave(comm);
-    if (!is_here) {
-        return fail(ncclInvalidArgument, "ncclCommRegister", OTHER_DEVICE);
-    }
-    return *handle != NULL ? ncclSuccess : fail(ncclSystemError, "ncclCommRegister", "no memory");
-}
-
-static ncclResult_t deregister(ncclComm_t comm, const struct registration *registration,
-                               const char *function, int fault) {
-    ncclResult_t result = begin(comm, function, fault);
-    if (result == ncclSuccess) {
-        result = remove_registration(comm, registration, function);
-        leave(comm);
-    }
-    return result;
-}
-
-EXPORT ncclResult_t ncclCommDeregister(const ncclComm_t comm, void *handle) {
-    return deregister(comm, handle, "ncclCommDeregister", stand_in_called("ncclCommDeregister"));
 }
 
 EXPORT ncclResult_t ncclCommWindowRegister(ncclComm_t comm, void *buffer, size_t nbytes,
@@ -172,7 +113,7 @@ EXPORT ncclResult_t ncclCommWindowRegister(ncclComm_t comm, void *buffer, size_t
     bool is_aligned = (uintptr_t)buffer % ALIGNMENT == 0;
     bool is_done = !is_aligned || world_round(comm->world, &intent, NULL, 0);
     bool is_given = gives_windows && is_aligned && is_done;
-    *window = is_given ? add_registration(comm, buffer, true) : NULL;
+    *window = is_given ? add_registration(comm, buffer) : NULL;
     result = end_round(comm, function, is_done);
     return is_aligned
                ? result
@@ -180,6 +121,23 @@ EXPORT ncclResult_t ncclCommWindowRegister(ncclComm_t comm, void *buffer, size_t
 }
 
 EXPORT ncclResult_t ncclCommWindowDeregister(ncclComm_t comm, ncclWindow_t window) {
-    return deregister(comm, window, "ncclCommWindowDeregister",
-                      stand_in_called("ncclCommWindowDeregister"));
+    const char *function = "ncclCommWindowDeregister";
+    ncclResult_t result = begin(comm, function, stand_in_called("ncclCommWindowDeregister"));
+    if (result != ncclSuccess) {
+        return result;
+    }
+    pthread_mutex_lock(&nccl_mutex);
+    struct registration **link = &registrations;
+    while (*link != NULL && (*link != window || (*link)->comm != comm)) {
+        link = &(*link)->next;
+    }
+    bool is_found = *link != NULL;
+    if (is_found) {
+        *link = window->next;
+        free(window);
+    }
+    pthread_mutex_unlock(&nccl_mutex);
+    leave(comm);
+    return is_found ? ncclSuccess
+                    : fail(ncclInvalidArgument, function, "not registered with this communicator");
 }

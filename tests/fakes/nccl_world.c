@@ -198,7 +198,7 @@ void world_begin_round(struct world *world, const struct intent *intent, const v
     world_knock(world);
 }
 
-bool world_has_met(struct world *world) {
+static bool has_met(struct world *world) {
     for (int r = 0; r < world->n_ranks; r++) {
         if ((int32_t)(atomic_load(&world->arena->places[r].round) - world->round) < 0) {
             return false;
@@ -211,7 +211,7 @@ bool world_has_met(struct world *world) {
 bool world_wait(struct world *world) {
     for (int n_looks = 0;; n_looks++) {
         uint32_t knocks = world_knocks(world);
-        if (world_has_met(world) || world->abandoned) {
+        if (has_met(world) || world->abandoned) {
             return !world->abandoned;
         }
         world_rest(world, n_looks, knocks);

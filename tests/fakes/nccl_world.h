@@ -57,7 +57,6 @@ bool world_is_left(const struct world *world);
  * was lent can be read until this rank begins its next round. */
 void world_begin_round(struct world *world, const struct intent *intent, const void *input,
                        size_t nbytes);
-bool world_has_met(struct world *world);
 /* False if the world was abandoned meanwhile. */
 bool world_wait(struct world *world);
 /* Whether all ranks do the same. */

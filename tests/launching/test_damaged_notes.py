@@ -208,7 +208,7 @@ def test_a_file_of_a_peers_own_is_not_taken_for_its_memory(tmp_path):
 
 
 NCCL_FACTS = {"pid": 7, "host": "h", "version": 22703, "path": "/lib", "card": None}
-NCCL_FACTS |= {"device": "cuda:0", "may_share": False, "max_ctas": None, "cta_policy": None}
+NCCL_FACTS |= {"device": "cuda:0", "may_share": False}
 
 
 @settings(max_examples=60, deadline=None)

@@ -28,8 +28,6 @@ class Facts(TypedDict):
     card: str | None
     device: str
     may_share: bool
-    max_ctas: int | None
-    cta_policy: str | None
 
 
 FACTS = {
@@ -40,14 +38,10 @@ FACTS = {
     "card": {str, None},
     "device": str,
     "may_share": bool,
-    "max_ctas": {int, None},
-    "cta_policy": {str, None},
 }
 
 
-def facts_of_this_rank(
-    device: torch.device, max_ctas: int | None = None, cta_policy: str | None = None
-) -> Facts:
+def facts_of_this_rank(device: torch.device) -> Facts:
     """Opens NCCL. Raises InitError where there is none."""
     version, path = load()
     card = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
@@ -59,8 +53,6 @@ def facts_of_this_rank(
         "card": card,
         "device": str(device),
         "may_share": os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1",
-        "max_ctas": max_ctas,
-        "cta_policy": cta_policy,
     }
 
 
@@ -74,16 +66,6 @@ def refuse_different_versions(facts: Sequence[Facts]) -> None:
             for rank, theirs in enumerate(facts)
         )
         raise InitError(f"the ranks have different versions of NCCL: {found}")
-
-
-def refuse_different_ctas(facts: Sequence[Facts]) -> None:
-    """Raises InitError, on every rank, when they were given different options for NCCL."""
-    if len({(theirs["max_ctas"], theirs["cta_policy"]) for theirs in facts}) > 1:
-        given = "; ".join(
-            f"rank {rank}: max_ctas={theirs['max_ctas']}, cta_policy={theirs['cta_policy']!r}"
-            for rank, theirs in enumerate(facts)
-        )
-        raise InitError(f"the ranks were given different options for NCCL: {given}")
 
 
 def refuse_shared_cards(facts: Sequence[Facts]) -> None:

@@ -28,8 +28,6 @@ class NcclCommunicator(Transport):
         timeout: timedelta,
         device: torch.device,
         neighbours: list[int],
-        max_ctas: int | None = None,
-        cta_policy: str | None = None,
     ) -> None: ...
     @property
     def failure(self) -> FastcommError | None: ...

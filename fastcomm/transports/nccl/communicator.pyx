@@ -154,13 +154,12 @@ cdef class NcclCommunicator:
 
     def __cinit__(
         self, int rank, int world_size, int local_rank, object bootstrap, object timeout,
-        object device, list neighbours, max_ctas=None, cta_policy=None,
+        object device, list neighbours,
     ):
         self.rank, self.world_size, self.local_rank = rank, world_size, local_rank
         self.device, self.timeout = device, timeout
         self.link = Link(
-            rank, world_size, bootstrap, timeout.total_seconds(), device, neighbours, max_ctas,
-            cta_policy,
+            rank, world_size, bootstrap, timeout.total_seconds(), device, neighbours
         )
         self.link.communicator = weakref.ref(self)
         self.pids, self.cuda = self.link.pids, self.link.cuda

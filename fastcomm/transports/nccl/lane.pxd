@@ -4,7 +4,7 @@ from fastcomm.postmortem.flight_recorder cimport Entry, FlightRecorder
 from fastcomm.transports.cuda.driver cimport Device, Event, Stream
 from fastcomm.transports.cuda.graphs cimport CapturedGraphs
 from fastcomm.transports.nccl.calls cimport Kind
-from fastcomm.transports.nccl.library cimport Ctas, ncclComm_t
+from fastcomm.transports.nccl.library cimport ncclComm_t
 
 
 cdef class InFlight:
@@ -29,7 +29,6 @@ cdef class InFlight:
 
 cdef class Lane:
     cdef ncclComm_t comm
-    cdef Ctas ctas
     cdef int index  # among those of the communicator
     cdef Device device
     cdef CapturedGraphs graphs

@@ -24,7 +24,7 @@ from fastcomm.transports.cuda.driver cimport Device, Event, Stream, check, drive
 from fastcomm.transports.cuda.graphs cimport CapturedGraphs
 from fastcomm.transports.nccl.calls cimport MEETING
 from fastcomm.transports.nccl.library cimport (
-    Ctas, error_of, fill_config, nccl, ncclComm_t, ncclConfig_t, ncclSuccess, ncclUniqueId,
+    error_of, nccl, ncclComm_t, ncclSuccess, ncclUniqueId,
 )
 
 
@@ -79,7 +79,6 @@ cdef class Lane:
         failed. Raises InitError, NcclError.
         """
         cdef _Init call = _Init(self.device)
-        call.ctas = self.ctas
         cdef bytes raw
         try:
             raw = bytes.fromhex(identifier)
@@ -95,7 +94,6 @@ cdef class Lane:
     def split_from(self, Lane other, int rank, double timeout_s, look):
         """Connects the same ranks again, which meet over a lane they have already."""
         cdef _Split call = _Split(self.device)
-        call.ctas = self.ctas
         call.parent, call.rank = other, rank
         _wait_for(call, f"rank {rank} in ncclCommSplit", timeout_s, look)
         self.comm = call.comm
@@ -203,14 +201,11 @@ cdef class _Init(ThreadCall):
     cdef ncclComm_t comm
     cdef ncclUniqueId identifier
     cdef int rank, world_size
-    cdef Ctas ctas
 
     def make(self):
-        cdef ncclConfig_t config
         cdef int code
-        fill_config(&config, self.ctas)
         with nogil:  # waits for all ranks
-            code = nccl.init_rank(&self.comm, self.world_size, self.identifier, self.rank, &config)
+            code = nccl.init_rank(&self.comm, self.world_size, self.identifier, self.rank, NULL)
         self.note_result(code, b"ncclCommInitRankConfig")
 
 
@@ -218,15 +213,12 @@ cdef class _Split(ThreadCall):
     cdef Lane parent
     cdef ncclComm_t comm
     cdef int rank
-    cdef Ctas ctas
 
     def make(self):
-        cdef ncclConfig_t config
         cdef int code
-        fill_config(&config, self.ctas)
         self.parent.n_inside += 1
         with nogil:  # waits for all ranks
-            code = nccl.split(self.parent.comm, 0, self.rank, &self.comm, &config)
+            code = nccl.split(self.parent.comm, 0, self.rank, &self.comm, NULL)
         self.parent.n_inside -= 1
         self.note_result(code, b"ncclCommSplit")
 

@@ -1,5 +1,4 @@
-# NCCL's types and calls, declared by hand: no NCCL header is needed to build. Layouts as in nccl.h
-# 2.32.
+# NCCL's types and calls, declared by hand: no NCCL header is needed to build.
 
 ctypedef void *ncclComm_t
 ctypedef void *ncclWindow_t
@@ -8,31 +7,10 @@ cdef enum:
     ncclSuccess = 0
     ncclRemoteError = 6
     ncclInProgress = 7
-    NCCL_CONFIG_MAGIC = 0xcafebeef
-    NCCL_CONFIG_UNDEF_INT = -2147483648
     NCCL_WIN_COLL_SYMMETRIC = 1
 
 cdef struct ncclUniqueId:
     char internal[128]
-
-# A newer library fills in the fields that are missing here, an older one reads only the fields it
-# knows: one layout does for all from 2.18 on.
-cdef struct ncclConfig_t:
-    size_t size
-    unsigned int magic, version
-    int blocking, cgaClusterSize, minCTAs, maxCTAs
-    const char *netName
-    int splitShare, trafficClass
-    const char *commName
-    int collnetEnable, CTAPolicy, shrinkShare, nvlsCTAs
-    int nChannelsPerNetPeer, nvlinkCentricSched
-    int graphUsageMode, numRmaCtx
-    int maxP2pPeers, graphStreamOrdering
-    int launchOrderImplicit, numRmaSig, rmaEagerInit, hostCftMode, nvlsHostMode
-
-# How many thread blocks a collective may take, and how NCCL chooses.
-cdef struct Ctas:
-    int most, policy
 
 # Every NCCL call that fastcomm makes. Calls newer than 2.18 are NULL if the library lacks them.
 cdef struct Nccl:
@@ -41,9 +19,9 @@ cdef struct Nccl:
     const char *(*error_string)(int code) noexcept nogil
     const char *(*last_error)(ncclComm_t comm) noexcept nogil
     int (*init_rank)(ncclComm_t *comm, int world_size, ncclUniqueId identifier, int rank,
-                     ncclConfig_t *config) noexcept nogil
+                     void *config) noexcept nogil
     int (*split)(ncclComm_t comm, int color, int key, ncclComm_t *part,
-                 ncclConfig_t *config) noexcept nogil
+                 void *config) noexcept nogil
     int (*finalize)(ncclComm_t comm) noexcept nogil
     int (*destroy)(ncclComm_t comm) noexcept nogil
     int (*abort)(ncclComm_t comm) noexcept nogil
@@ -79,7 +57,5 @@ cdef int version  # 22907 is 2.29.7
 # Turns a status code into NcclError, naming the call.
 cdef int check(int code, const char *call) except -1 nogil
 cdef object error_of(int code, const char *call)
-cdef Ctas ctas_of(max_ctas, cta_policy) except *
-cdef void fill_config(ncclConfig_t *config, Ctas ctas) noexcept nogil
 cdef int dtype_number(dtype) except -1
 cdef int op_number(str op) except -1

@@ -15,7 +15,6 @@ import torch  # first of all: its CUDA builds bring NCCL with them
 from fastcomm.comm import collective
 from fastcomm.errors import InitError, NcclError
 
-from libc.string cimport memset
 from posix.dlfcn cimport RTLD_LOCAL, RTLD_NOW, dlerror, dlopen, dlsym
 
 
@@ -35,7 +34,6 @@ cdef extern from *:
 
 
 OLDEST = 21800  # the first with ncclCommSplit and all of the configuration's first fields
-cdef int NEWEST_LAYOUT = 23203  # the version whose ncclConfig_t library.pxd declares
 cdef void *library = NULL
 cdef int version = 0
 cdef str path = ""
@@ -197,44 +195,6 @@ cdef object error_of(int code, const char *call):
     detail = nccl.last_error(NULL).decode(errors="replace").strip()
     return NcclError(f"{call.decode()} failed with code {code}, "
                      f"{text}{': ' if detail else ''}{detail} (NCCL {version_text(version)})")
-
-
-# in the order of NCCL's numbers, each with the first version that has it
-CTA_POLICIES = {"default": 22700, "efficiency": 22700, "zero": 22800}
-
-
-cdef Ctas ctas_of(max_ctas, cta_policy) except *:
-    """What init() was given, as NCCL has it. Raises InitError if this NCCL lacks the policy."""
-    cdef Ctas ctas
-    ctas.most = NCCL_CONFIG_UNDEF_INT if max_ctas is None else max_ctas
-    ctas.policy = NCCL_CONFIG_UNDEF_INT
-    if cta_policy is not None:
-        first = CTA_POLICIES[cta_policy]
-        if version < first:
-            raise InitError(f"cta_policy={cta_policy!r} needs NCCL {version_text(first)} or newer; "
-                            f"this is {version_text(version)}")
-        ctas.policy = list(CTA_POLICIES).index(cta_policy)
-    return ctas
-
-
-cdef void fill_config(ncclConfig_t *config, Ctas ctas) noexcept nogil:
-    """NCCL's defaults, but for the thread blocks. An older library reads only the beginning;
-    `version` tells a newer one that the layout is older.
-    """
-    memset(config, 0, sizeof(ncclConfig_t))
-    config.size = sizeof(ncclConfig_t)
-    config.magic, config.version = NCCL_CONFIG_MAGIC, min(version, NEWEST_LAYOUT)
-    config.cgaClusterSize = config.minCTAs = NCCL_CONFIG_UNDEF_INT
-    config.maxCTAs, config.CTAPolicy = ctas.most, ctas.policy
-    config.splitShare = config.trafficClass = NCCL_CONFIG_UNDEF_INT
-    config.collnetEnable = NCCL_CONFIG_UNDEF_INT
-    config.shrinkShare = config.nvlsCTAs = NCCL_CONFIG_UNDEF_INT
-    config.nChannelsPerNetPeer = config.nvlinkCentricSched = NCCL_CONFIG_UNDEF_INT
-    config.graphUsageMode = config.numRmaCtx = NCCL_CONFIG_UNDEF_INT
-    config.maxP2pPeers = config.graphStreamOrdering = NCCL_CONFIG_UNDEF_INT
-    config.launchOrderImplicit = config.numRmaSig = NCCL_CONFIG_UNDEF_INT
-    config.rmaEagerInit = config.hostCftMode = config.nvlsHostMode = NCCL_CONFIG_UNDEF_INT
-    config.blocking = 1
 
 
 def unique_id():

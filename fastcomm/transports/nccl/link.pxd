@@ -6,7 +6,6 @@ from fastcomm.transports.cuda.graphs cimport CapturedGraphs
 from fastcomm.comm.lifetime cimport Lifetime
 from fastcomm.transports.nccl.lane cimport Lane, InFlight
 from fastcomm.transports.nccl.launches cimport Launches
-from fastcomm.transports.nccl.library cimport Ctas
 from fastcomm.transports.nccl.memory cimport Pool
 
 
@@ -17,7 +16,6 @@ cdef class Link:
     cdef Lifetime life
     cdef object __weakref__
     cdef Device cuda
-    cdef Ctas ctas
     cdef list lanes
     cdef Launches launches
     cdef CapturedGraphs graphs  # with collectives of these ranks

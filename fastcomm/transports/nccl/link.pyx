@@ -17,8 +17,7 @@ from fastcomm.errors import (
 )
 from fastcomm.comm.lifetime import again
 from fastcomm.transports.nccl.agreement import (
-    FACTS, facts_of_this_rank, refuse_different_ctas, refuse_different_versions,
-    refuse_shared_cards,
+    FACTS, facts_of_this_rank, refuse_different_versions, refuse_shared_cards,
 )
 from fastcomm.transports.nccl.library import unique_id
 from fastcomm.postmortem.script_end import tell_at_end
@@ -36,7 +35,7 @@ from fastcomm.postmortem.flight_recorder cimport FlightRecorder
 from fastcomm.transports.nccl.calls cimport MEETING, REGISTRATION
 from fastcomm.transports.nccl.lane cimport errors_of
 from fastcomm.transports.nccl.library cimport (
-    ctas_of, error_of, nccl, ncclComm_t, ncclInProgress, ncclRemoteError, ncclSuccess,
+    error_of, nccl, ncclComm_t, ncclInProgress, ncclRemoteError, ncclSuccess,
 )
 from fastcomm.transports.nccl.memory cimport pool_of
 
@@ -58,7 +57,7 @@ cdef class Link:
 
     def __cinit__(
         self, int rank, int world_size, object bootstrap, double timeout_s, object device,
-        list neighbours, max_ctas, cta_policy,
+        list neighbours,
     ):
         self.rank, self.world_size, self.timeout_s = rank, world_size, timeout_s
         self.life, self.bootstrap = Lifetime(), bootstrap
@@ -66,10 +65,8 @@ cdef class Link:
         self.cuda, self.lanes = Device(device), []
         self.graphs = CapturedGraphs(self.cuda)
         self.heard_in = -1
-        facts = bootstrap.exchange(facts_of_this_rank(device, max_ctas, cta_policy), FACTS)
+        facts = bootstrap.exchange(facts_of_this_rank(device), FACTS)
         refuse_different_versions(facts)
-        refuse_different_ctas(facts)
-        self.ctas = ctas_of(max_ctas, cta_policy)
         refuse_shared_cards(facts)
         self.pids = tuple(theirs["pid"] for theirs in facts)
         self.launches = Launches(
@@ -92,7 +89,7 @@ cdef class Link:
 
     cdef _add_lane(self, look):
         lane = Lane(self.cuda, self.graphs)
-        (<Lane>lane).ctas, (<Lane>lane).index = self.ctas, len(self.lanes)
+        (<Lane>lane).index = len(self.lanes)
         self._connect(lane, len(self.lanes), look, look)
         self.launches.records.add((<Lane>lane).in_flight)
         self.lanes.append(lane)

@@ -12,7 +12,6 @@ from datetime import timedelta
 
 import pytest
 
-import fastcomm
 from fastcomm import (
     FastcommError,
     InitError,
@@ -23,12 +22,9 @@ from tests.fakes.stand_ins import (
     assert_all_ended,
     failing,
     hanging,
-    loaded,
-    log_of,
     wait_for_call,
 )
-from tests.support.bodies import finish_together, raised
-from tests.support.models import SMALL_BUCKETS, mlp
+from tests.support.bodies import raised
 from tests.support.outcomes import values_of
 from tests.support.ranks import torchrun_env
 from tests.transports.nccl import CODES, communicator, outcomes_of, stand_in_values
@@ -132,60 +128,6 @@ def test_a_rank_that_dies_before_it_is_watched_is_named():
     assert "rank 1" in message and "died" in message
 
 
-# NCCL's thread blocks
-
-
-def _configs():
-    return [line for line in log_of(loaded("nccl")) if line.startswith("config")]
-
-
-def _limit_thread_blocks(place, options):
-    comm = communicator(place, **options)
-    fastcomm.Reducer(comm, streams=2, **SMALL_BUCKETS).attach(mlp())
-    finish_together(comm)
-    comm.abandon()
-    comm.barrier()
-    return _configs()
-
-
-@pytest.mark.parametrize(
-    "options, expected",
-    [
-        ({}, []),
-        ({"max_ctas": 4}, ["config max_ctas=4"]),
-        ({"cta_policy": "efficiency"}, ["config cta_policy=1"]),
-        ({"max_ctas": 1, "cta_policy": "zero"}, ["config max_ctas=1", "config cta_policy=2"]),
-    ],
-)
-def test_nccl_is_told_how_many_thread_blocks_to_take_whenever_ranks_meet(options, expected):
-    # both lanes, at the beginning and after an abandoned round
-    assert values_of(outcomes_of(1, _limit_thread_blocks, options)) == [expected * 4]
-
-
-def _disagree_about_thread_blocks(place):
-    return raised(InitError, lambda: communicator(place, max_ctas=4 + place.rank))[0]
-
-
-def test_ranks_that_were_given_different_options_all_hear_which():
-    for message in values_of(outcomes_of(2, _disagree_about_thread_blocks)):
-        assert "rank 0: max_ctas=4, cta_policy=None; rank 1: max_ctas=5" in message
-
-
-def _ask_for_a_policy(place, policy):
-    return raised(InitError, lambda: communicator(place, cta_policy=policy))[0]
-
-
-@pytest.mark.parametrize(
-    "policy, first, version",
-    [("default", "2.27", "2.26.5"), ("efficiency", "2.27", "2.26.5"), ("zero", "2.28", "2.27.7")],
-)
-def test_a_policy_that_nccl_does_not_have_is_an_error(policy, first, version):
-    major, minor, patch = map(int, version.split("."))
-    env = {"FASTCOMM_STAND_IN_NCCL_VERSION": f"{major}{minor:02}{patch:02}"}
-    (message,) = values_of(outcomes_of(1, _ask_for_a_policy, policy, env=env))
-    assert f"cta_policy='{policy}' needs NCCL {first}.0 or newer; this is {version}" in message
-
-
 def _registering(place):
     communicator(place)
     names = "NCCL_LOCAL_REGISTER", "NCCL_GRAPH_REGISTER"
@@ -200,18 +142,3 @@ def _registering(place):
 def test_nccl_registers_windows_only_unless_it_is_told(version, user, expected):
     env = {"FASTCOMM_STAND_IN_NCCL_VERSION": version, **user}
     assert stand_in_values(1, _registering, env=env) == [expected]
-
-
-@pytest.mark.parametrize(
-    "error, backend, options",
-    [
-        (ValueError, "shm", {"max_ctas": 4}),
-        (ValueError, "nccl", {"max_ctas": 0}),
-        (TypeError, "nccl", {"max_ctas": 1.5}),
-        (TypeError, "nccl", {"max_ctas": True}),
-        (ValueError, "nccl", {"cta_policy": "all"}),
-    ],
-)
-def test_options_for_nccl_are_checked_at_the_call(error, backend, options):
-    with pytest.raises(error, match=next(iter(options))):
-        fastcomm.init(backend, world_size=1, device="cpu", **options)
