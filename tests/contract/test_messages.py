@@ -162,7 +162,7 @@ def _lose(place, how, is_met):
     if place.rank == 2:
         time.sleep(0.3)
         leave(place, comm, how)
-        time.sleep(4)
+        wait_for_note(place, "heard")
         return None
     began = time.monotonic()
     if place.rank == 1:
@@ -172,8 +172,9 @@ def _lose(place, how, is_met):
                 time.sleep(0.1)
         assert lost.value.ranks == ((2,) if how == "killed" else ())
         assert time.monotonic() - began < 10
+        note(place, heard=True)
         return str(lost.value)
-    time.sleep(2)
+    wait_for_note(place, "heard")
     comm.close()
     assert_ended(comm)
     return None

@@ -175,34 +175,6 @@ def test_statistics_have_the_same_bits_whatever_the_order_of_lanes_and_blocks(
         assert statistics.records.tobytes() == shim.records.tobytes()
 
 
-def test_tensors_are_right_without_statistics(emulator):
-    flat = filled(torch.float32, 0)
-    back = Arena(torch.float32, SIZES, [0] * len(SIZES))
-    unflatten(emulator, flat, back.tensors, "f32", "f32")
-    for tensor, place in zip(back.tensors, flat.tensors, strict=True):
-        assert_same(tensor, place)
-
-
-def test_a_large_launch_takes_all_its_tensors(emulator):
-    numels = [2, 0, 1, 40] * 1000
-    values = ordinary(torch.float32, sum(numels))
-    flat = Arena(torch.float32, numels, [0] * len(numels))
-    flatten(emulator, list(values.split(numels)), flat, "f32", "f32", capacity=4000)
-    back, statistics = torch.zeros_like(values), Statistics()
-    unflatten(
-        emulator,
-        flat,
-        list(back.split(numels)),
-        "f32",
-        "f32",
-        capacity=4000,
-        statistics=statistics,
-    )
-    assert_same(back, values)
-    assert_are_of(statistics, [values], "f32")
-    flat.check_guards()
-
-
 def test_a_launch_without_tiles_publishes_zeros(emulator):
     statistics = norm(emulator, [], "f32")
     assert statistics.records.tobytes() == bytes(statistics.records.nbytes)

@@ -62,29 +62,6 @@ def test_each_problem_of_a_kernel_is_named(sass, changes, problem):
     assert problem in found
 
 
-def test_the_summary_gives_registers_blocks_and_loads(sass):
-    kernel = sass.Kernel("norm_f32_504", 90, 46, 0, ("LDG.E.128",) * 4)
-    assert list(sass.summaries([kernel])) == [
-        "norm for sm_90: 1 kernels, 46 to 46 registers, 5 to 5 blocks per multiprocessor, 4 loads "
-        "in flight"
-    ]
-
-
-def test_a_cuobjdump_that_fails_is_quoted(sass, tmp_path):
-    cuobjdump = tmp_path / "cuobjdump"
-    cuobjdump.write_text("#!/bin/sh\necho no nvdisasm here >&2\nexit 1\n")
-    cuobjdump.chmod(0o755)
-    with pytest.raises(SystemExit, match="cuobjdump -sass it.fatbin failed: no nvdisasm here"):
-        sass.read(str(cuobjdump), Path("it.fatbin"))
-
-
-def test_no_kernels_are_an_error(sass, monkeypatch, tmp_path):
-    monkeypatch.setattr(sass, "find_cuobjdump", lambda: "true")
-    monkeypatch.setattr(sys, "argv", ["sass.py", str(tmp_path)])
-    with pytest.raises(SystemExit, match=f"no kernels in {tmp_path}"):
-        sass.main()
-
-
 def test_the_kernels_built_here_are_good(sass):
     fatbins = [ROOT / "kernels" / "cuda" / f"{family}.fatbin" for family in sass.FAMILIES]
     cuobjdump = sass.find_cuobjdump()

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import time
 
 import pytest
 
 from tests.support.outcomes import RankError
-from tests.support.ranks import fresh_ranks, own_port, torchrun_env
+from tests.support.ranks import fresh_ranks, torchrun_env
 
 
 def _rank(comm):
@@ -69,21 +68,3 @@ def test_fresh_ranks_say_how_they_ended():
     survivor, victim = fresh_ranks(2, _kill_rank_1, env=torchrun_env(2))
     assert (survivor.kind, survivor.value, survivor.exitcode) == ("returned", "0", 0)
     assert (victim.kind, victim.exitcode) == ("died", -signal.SIGKILL)
-
-
-def test_a_port_can_be_had_again_while_its_last_connections_linger() -> None:
-    """A worker has twelve ports, and more tests in a minute than that."""
-    for _ in range(25):
-        with (
-            socket.create_server(("127.0.0.1", own_port())) as server,
-            socket.create_connection(server.getsockname()) as client,
-        ):
-            connection, _ = server.accept()
-            connection.close()  # who closes first keeps the port for a minute
-            client.recv(1)
-
-
-def test_a_port_at_which_somebody_listens_is_passed_over() -> None:
-    taken = own_port()
-    with socket.create_server(("127.0.0.1", taken)):
-        assert taken not in {own_port() for _ in range(24)}

@@ -142,18 +142,6 @@ def test_no_other_thread_waits_while_a_bucket_is_encoded(comm):
 
 
 @on_ranks(2)
-def test_8_bits_do_without_the_default_dtype(comm):
-    torch.set_default_dtype(torch.float64)
-    try:
-        flat = torch.full((1_001,), comm.rank + 1.0, dtype=torch.float32)
-        bucket = comm.bind_bucket(flat, [flat[:-1]], [0], wire_dtype=torch.int8, label=1)
-        bucket.launch("sum", []).wait()
-    finally:
-        torch.set_default_dtype(torch.float32)
-    assert_holds(flat, 3)
-
-
-@on_ranks(2)
 def test_a_mismatch_of_wires_leaves_nothing_in_flight(comm):
     """What is sent of one bucket has other sizes on each rank."""
     flats, (bucket,) = buckets_of(comm, 1, torch.int8 if comm.rank else None)

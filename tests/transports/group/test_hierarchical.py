@@ -364,6 +364,3 @@ def test_ranks_whose_hosts_cannot_reach_each_other_all_time_out(two_hosts, tmp_p
     ):
         assert outcome.is_a((TimeoutError, PeerLostError)), str(outcome)
         assert float(outcome.failure.message.split()[-2]) < 15
-
-
-# The hosts of these tests

@@ -219,35 +219,6 @@ def test_ranks_on_second_devices_meet_again():
     stand_in_values(2, _use_with_a_peer, env=SECOND_DEVICE)
 
 
-def _use_elsewhere(place, device):
-    """A communicator that another thread has made."""
-    assert loaded("cuda").cuInit(0) == 0
-    comm, failures = communicator(place), []
-
-    def use():
-        try:
-            _go_to(device)
-            here = _context()
-            for use in USES:
-                use(comm)
-                assert _context() == here, use
-            comm.close()
-        except BaseException as error:
-            failures.append(error)
-
-    thread = threading.Thread(target=use)
-    thread.start()
-    thread.join()
-    if failures:
-        raise failures[0]
-    assert_all_ended()
-
-
-@pytest.mark.parametrize("where", PLACES)
-def test_a_thread_of_the_user_s_own_may_use_the_communicator(where):
-    stand_in_values(1, _use_elsewhere, PLACES[where], env=SECOND_DEVICE)
-
-
 def _drop(place):
     assert loaded("cuda").cuInit(0) == 0
     _go_to(0)

@@ -20,7 +20,6 @@ from tests.fakes.stand_ins import (
     loaded,
     log_of,
 )
-from tests.support.collective_checks import CALLS
 from tests.support.models import (
     SMALL_BUCKETS,
     assert_gradients,
@@ -161,58 +160,7 @@ def test_training_never_waits_for_the_device():
         }
 
 
-def _note_side_streams(place):
-    comm = communicator(place)
-    current = [0]
-    comm.cuda.raw_stream = lambda index: current[0]
-    flat = comm.empty(101, dtype=torch.float32).fill_(1)
-    views = [flat[:100]]
-    bucket = comm.bind_bucket(flat, views, [0], wire_dtype=None, label=1)
-    parameter = torch.nn.Parameter(torch.zeros(100))
-    parameter.grad = views[0]
-    current[0] = 1
-    bucket.note_stream()
-    current[0] = 2
-    loaded("cuda").stand_in_clear_log()
-    bucket.gather([parameter])
-    bucket.launch("mean", []).wait()
-    return [_events(line) for line in log_of(loaded("cuda"))], flat[:100].tolist()
-
-
-def test_a_bucket_waits_for_the_streams_its_gradients_were_produced_on():
-    for calls, values in stand_in_values(2, _note_side_streams):
-        (record, produced_on, event), (wait, waits, awaited), (ready, ready_on, _) = calls[:3]
-        assert (record, wait, ready) == ("cuEventRecord", "cuStreamWaitEvent", "cuEventRecord")
-        assert (produced_on, waits, ready_on) == ("0x1", "0x2", "0x2") and event == awaited
-        assert calls[-1][:2] == ("cuStreamWaitEvent", "0x2")
-        assert values == [1.0] * 100
-
-
 CURRENT = 2  # a stream that the stand-in has from the start
-COLLECTIVES = CALLS | {
-    "broadcast_all": lambda comm, flat: comm.broadcast_all([flat, flat.clone()]),
-}
-
-
-def _call_on_a_stream(place, name):
-    comm = communicator(place)
-    comm.cuda.raw_stream = lambda index: CURRENT
-    flat = torch.ones(8)
-    loaded("cuda").stand_in_clear_log()
-    COLLECTIVES[name](comm, flat)
-    return [_events(line) for line in log_of(loaded("cuda"))]
-
-
-@pytest.mark.parametrize("name", COLLECTIVES)
-def test_a_collective_is_ordered_after_the_caller_s_stream_and_before_it(name):
-    for calls in stand_in_values(2, _call_on_a_stream, name):
-        streams = [call for call in calls if "stream" in call[0].lower() or "Record" in call[0]]
-        ready, lane_waits, done, caller_waits = streams[:2] + streams[-2:]
-        assert ready[:2] == ("cuEventRecord", hex(CURRENT))
-        assert lane_waits[0] == "cuStreamWaitEvent" and lane_waits[1] != hex(CURRENT)
-        assert lane_waits[2] == ready[2]
-        assert done[:2] == ("cuEventRecord", lane_waits[1])
-        assert caller_waits == ("cuStreamWaitEvent", hex(CURRENT), done[2])
 
 
 def _bucket(comm, lane=0):
@@ -456,30 +404,3 @@ def _abort_with_a_graph_alive(place):
 
 def test_a_graph_may_outlive_an_aborted_communicator():
     assert stand_in_values(2, _abort_with_a_graph_alive) == [0, 0]
-
-
-# Gradients that autograd has produced on another stream. Their memory belongs to that stream.
-
-
-def _gather_what_must_be_copied(place, how):
-    comm = communicator(place)
-    current, recorded = [1], []
-    comm.cuda.raw_stream = lambda index: current[0]
-    comm.cuda.record_stream = lambda tensor: recorded.append((tensor.data_ptr(), current[0]))
-    flat = comm.empty(101, dtype=torch.float32).zero_()
-    view = flat[:100].view(10, 10)
-    bucket = comm.bind_bucket(flat, [view], [0], wire_dtype=None, label=1)
-    parameter = torch.nn.Parameter(torch.zeros(10, 10))
-    parameter.grad = torch.ones(10, 10).t() if how == "copied" else torch.ones(10, 10)
-    gradient = parameter.grad.data_ptr()
-    bucket.note_stream()
-    current[0] = CURRENT
-    bucket.gather([parameter])
-    bucket.launch("sum", []).wait()
-    assert view.tolist() == [[2.0] * 10] * 10
-    return recorded == [(gradient, CURRENT)]
-
-
-@pytest.mark.parametrize("how", ["copied", "read where it is"])
-def test_a_gradient_of_another_stream_is_kept_for_the_current_one(how):
-    assert stand_in_values(2, _gather_what_must_be_copied, how) == [True] * 2

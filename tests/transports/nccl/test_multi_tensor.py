@@ -43,23 +43,6 @@ def test_more_tensors_than_a_launch_takes_go_in_several():
     stand_in_values(1, _move_many)
 
 
-def _move_large(place):
-    comm = communicator(place)
-    numels, offsets = [5000, 3], [0, 5008]  # of several tiles, and of one
-    tensors = [torch.randn(numel) for numel in numels]
-    large = MultiTensor(numels, offsets, torch.float32, torch.float32, comm.cuda)
-    flat = torch.zeros(5011)
-    large.flatten(tensors, flat)
-    assert torch.equal(flat[:5000], tensors[0]) and torch.equal(flat[5008:], tensors[1])
-    back = [torch.zeros(numel) for numel in numels]
-    large.unflatten(flat, back)
-    assert all(torch.equal(one, other) for one, other in zip(back, tensors, strict=True))
-
-
-def test_large_tensors_are_moved_whole():
-    stand_in_values(1, _move_large)
-
-
 def _share_tables(place, n):
     comm = communicator(place)
     numels, offsets = [2] * n, [2 * i for i in range(n)]

@@ -244,39 +244,6 @@ def test_a_collective_is_ordered_with_all_streams_that_wait_for_it():
     stand_in_values(2, _wait_on_other_streams)
 
 
-def _wait_for_nothing(place):
-    comm = communicator(place)
-    loaded("cuda").stand_in_hold_events(1)
-    with TorchStreams(comm):
-        for call in COLLECTIVES.values():
-            for _ in range(2):
-                call(comm, torch.ones(8), async_op=True)
-        for is_held in (1, 0):  # the watchdog lets go of their tensors only when they are over
-            loaded("cuda").stand_in_hold_events(is_held)
-            time.sleep(0.3)
-
-
-def test_tensors_that_nobody_waits_for_live_until_they_are_reduced():
-    stand_in_values(2, _wait_for_nothing)
-
-
-# Memory of NCCL's.
-
-
-def _drop_memory(place):
-    comm = communicator(place)
-    with TorchStreams(comm):
-        for _ in range(3):
-            tensor = comm.empty(1000, dtype=torch.float32).fill_(1)
-            comm.all_reduce(tensor)
-            tensor.mul_(2)
-            del tensor
-
-
-def test_memory_is_freed_when_the_device_is_done_with_it():
-    stand_in_values(2, _drop_memory)
-
-
 # What the host waits for.
 
 

@@ -194,22 +194,6 @@ def test_training_with_shards_is_ordered(kind, options, sharding):
     stand_in_values(2, _train, kind, options, sharding)
 
 
-def _use_on_another_stream(place):
-    """The stream of the step has no part in what becomes of the parameters."""
-    comm = communicator(place)
-    with TorchStreams(comm, 3) as streams:
-        flat = comm.empty(8, dtype=torch.float32).fill_(place.rank)
-        work = comm.all_gather_v(flat, (0, 4, 8))
-        for stream in streams.streams[1:]:
-            with streams.on(stream):
-                work.wait()
-                assert flat.tolist() == [0] * 4 + [1] * 4
-
-
-def test_shards_are_there_for_every_stream_that_waits():
-    stand_in_values(2, _use_on_another_stream)
-
-
 LEGACY_STREAM, BEGIN_CAPTURE, END_CAPTURE = 1, 2, 0  # see test_launches.py
 
 

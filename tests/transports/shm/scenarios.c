@@ -1,5 +1,5 @@
-/* What the driver has the ranks do: every collective, many at once, ranks that disagree, come late,
- * leave or die. */
+/* What the driver has the ranks do: every collective, many at once, with damaged descriptors, past
+ * a counter's end. Ranks that disagree, come late, leave or die are those of tests/contract. */
 #include <signal.h>
 
 #include "driver.h"
@@ -268,57 +268,6 @@ static void unequal_parts(struct rank *me) {
     }
 }
 
-/* The last rank wants something else. Every rank must hear of it, from every path to every other,
- * and then go on as before. */
-static void mismatches(struct rank *me) {
-    const struct shm_descriptor usual[] = {
-        {.kind = SHM_ALL_REDUCE,
-         .op = SHM_SUM,
-         .dtype = SHM_FLOAT32,
-         .numel = 100,
-         .where = SHM_PRIVATE},
-        {.kind = SHM_ALL_REDUCE,
-         .op = SHM_SUM,
-         .dtype = SHM_FLOAT32,
-         .numel = 100000,
-         .where = SHM_PRIVATE},
-        {.kind = SHM_BROADCAST,
-         .op = SHM_SUM,
-         .dtype = SHM_INT32,
-         .numel = 2000,
-         .where = SHM_PRIVATE},
-        {.kind = SHM_BARRIER, .where = SHM_PRIVATE},
-    };
-    const struct shm_descriptor unusual[] = {
-        {.kind = SHM_ALL_REDUCE, .op = SHM_MAX, .dtype = SHM_FLOAT32, .numel = 100},
-        {.kind = SHM_ALL_REDUCE, .op = SHM_SUM, .dtype = SHM_FLOAT32, .numel = 101},
-        {.kind = SHM_ALL_REDUCE, .op = SHM_SUM, .dtype = SHM_FLOAT32, .numel = 200000},
-        {.kind = SHM_ALL_REDUCE, .op = SHM_SUM, .dtype = SHM_FLOAT16, .numel = 100},
-        {.kind = SHM_ALL_REDUCE, .op = SHM_SUM, .dtype = SHM_FLOAT32, .numel = 100, .label = 7},
-        {.kind = SHM_ALL_GATHER, .op = SHM_SUM, .dtype = SHM_FLOAT32, .numel = 100},
-        {.kind = SHM_BROADCAST, .op = SHM_SUM, .dtype = SHM_INT32, .numel = 2000, .root = 1},
-    };
-    int last = me->world_size - 1;
-    for (size_t i = 0; i < sizeof usual / sizeof *usual * (sizeof unusual / sizeof *unusual); i++) {
-        struct shm_descriptor odd = unusual[i / (sizeof usual / sizeof *usual)],
-                              even = usual[i % (sizeof usual / sizeof *usual)];
-        odd.where = i % 2 ? SHM_PRIVATE : (uint64_t)(me->shared - me->world->segments[me->rank]);
-        struct request q = {.descriptor = me->rank == last ? odd : even};
-        q.input = me->rank == last && i % 2 == 0 ? me->shared : me->private;
-        q.output = q.input + (is_in_place(q.descriptor.kind) ? 0 : AREA_BYTES);
-        uint32_t seq = post(me, &q);
-        int status = wait_for(me, seq);
-        CHECK(status == SHM_MISMATCH, "mismatch %zu ended with status %d", i, status);
-        struct shm_descriptor theirs = shm_descriptor_of(me->comm, last, seq),
-                              first = shm_descriptor_of(me->comm, 0, seq);
-        CHECK(theirs.kind == odd.kind && theirs.numel == odd.numel && theirs.label == odd.label,
-              "what the last rank wanted");
-        CHECK(first.kind == even.kind && first.numel == even.numel && first.op == even.op,
-              "what rank 0 wanted");
-        all_reduce_ints(me, 1000 + i * 1000, i % 2 ? me->private : me->shared);
-    }
-}
-
 /* Posts in `seq` what the C core would not: some bits of a descriptor are others. */
 static void post_damaged(struct rank *me, uint32_t seq, struct shm_descriptor d) {
     struct shm_comm *comm = me->comm;
@@ -413,48 +362,6 @@ static void damaged_descriptors(struct rank *me) {
     all_reduce_ints(me, 1000, me->shared);
 }
 
-/* A mismatch among collectives that are under way together ends that one alone. */
-static void mismatch_under_way(struct rank *me) {
-    struct request q[6];
-    uint32_t seqs[6];
-    for (int i = 0; i < 6; i++) {
-        q[i] = prepare(me, SHM_ALL_REDUCE, SHM_SUM, SHM_INT64, 700u << i,
-                       (i % 2 ? me->private : me->shared) + (i << 20));
-        q[i].descriptor.label = i == 3 && me->rank == 0 ? 5 : 0;
-        seqs[i] = post(me, &q[i]);
-    }
-    for (int i = 0; i < 6; i++) {
-        CHECK(wait_for(me, seqs[i]) == (i == 3 ? SHM_MISMATCH : SHM_OK), "number %d", i);
-        if (i != 3) {
-            verify(me, &q[i]);
-        }
-    }
-}
-
-/* A slice ends without the last rank, which the others name; then it comes after all. */
-static void late_rank(struct rank *me) {
-    if (me->rank == me->world_size - 1) {
-        usleep(300 * 1000);
-        all_reduce_ints(me, 5000, me->shared);
-        return;
-    }
-    struct request q = prepare(me, SHM_ALL_REDUCE, SHM_SUM, SHM_INT32, 5000, me->shared);
-    uint32_t seq = post(me, &q);
-    CHECK(shm_wait(me->comm, seq, 0) == SHM_AGAIN, "nobody is there yet");
-    uint64_t before = shm_now_ns();
-    int status = shm_wait(me->comm, seq, 50 * 1000 * 1000);
-    uint64_t waited = shm_now_ns() - before;
-    CHECK(status == SHM_AGAIN, "status %d", status);
-    CHECK(waited >= 45 * 1000 * 1000, "a slice of 50 ms ended after %lu ns", waited);
-    CHECK(shm_stalled_on(me->comm) == me->world_size - 1, "stalled on %d",
-          shm_stalled_on(me->comm));
-    CHECK(shm_posted(me->comm, me->rank) == seq &&
-              shm_posted(me->comm, me->world_size - 1) == seq - 1,
-          "what the ranks have posted");
-    CHECK(wait_for(me, seq) == SHM_OK, "the late rank came");
-    verify(me, &q);
-}
-
 /* Moves the counters of all ranks to just before they wrap around, as if that many collectives had
  * been done. */
 static void wrap_around(struct rank *me) {
@@ -496,63 +403,6 @@ static void expect_lost(struct rank *me, uint32_t seq, int lost) {
           waited); /* threads: the slow sanitizer builds */
 }
 
-static void leave(struct rank *me, enum shm_state state) {
-    int last = me->world_size - 1;
-    all_reduce_ints(me, 3000, me->shared);
-    if (me->rank == last) {
-        shm_set_state(me->comm, state, -1);
-        return;
-    }
-    struct request q = prepare(me, SHM_ALL_REDUCE, SHM_SUM, SHM_FLOAT32, 3000, me->shared);
-    expect_lost(me, post(me, &q), last);
-    CHECK(shm_state_of(me->comm, last) == (int)state, "its state is %d",
-          shm_state_of(me->comm, last));
-}
-
-static void closed_peer(struct rank *me) {
-    leave(me, SHM_CLOSED);
-}
-
-static void aborted_peer(struct rank *me) {
-    leave(me, SHM_ABORTED);
-}
-
-/* The last rank dies before it posts, after it, or half-way: it has done what it can do alone while
- * the others look away. */
-enum death { BEFORE_POSTING, AFTER_POSTING, HALF_WAY };
-
-static void die(struct rank *me, enum death when, uint64_t numel, char *room) {
-    int last = me->world_size - 1;
-    all_reduce_ints(me, 3000, me->shared);
-    struct request q = prepare(me, SHM_ALL_REDUCE, SHM_SUM, SHM_FLOAT32, numel, room);
-    if (me->rank != last) {
-        uint32_t seq = post(me, &q);
-        usleep(when == HALF_WAY ? 100 * 1000 : 0);
-        expect_lost(me, seq, last);
-        return;
-    }
-    usleep(20 * 1000);
-    if (when != BEFORE_POSTING) {
-        uint32_t seq = post(me, &q);
-        if (when == HALF_WAY) {
-            shm_wait(me->comm, seq, 0);
-        }
-    }
-    kill(getpid(), SIGKILL);
-}
-
-static void killed_before_posting(struct rank *me) {
-    die(me, BEFORE_POSTING, 3000, me->shared);
-}
-
-static void killed_after_posting(struct rank *me) {
-    die(me, AFTER_POSTING, 3000, me->shared);
-}
-
-static void killed_half_way(struct rank *me) {
-    die(me, HALF_WAY, 1500000, me->private);
-}
-
 /* What a dead rank has put into its mailbox still counts; what comes after does not. */
 static void killed_after_its_last_small_one(struct rank *me) {
     int last = me->world_size - 1;
@@ -578,16 +428,8 @@ const struct scenario scenarios[] = {
     {"scattered", scattered, ALWAYS},
     {"shards", shards, ALWAYS},
     {"unequal_parts", unequal_parts, ALWAYS},
-    {"mismatches", mismatches, ALWAYS},
-    {"mismatch_under_way", mismatch_under_way, ALWAYS},
     {"damaged_descriptors", damaged_descriptors, ALWAYS},
-    {"late_rank", late_rank, ALWAYS},
     {"wrap_around", wrap_around, ALWAYS},
-    {"closed_peer", closed_peer, ALWAYS},
-    {"aborted_peer", aborted_peer, ALWAYS},
-    {"killed_before_posting", killed_before_posting, KILLS},
-    {"killed_after_posting", killed_after_posting, KILLS},
-    {"killed_half_way", killed_half_way, KILLS},
     {"killed_after_its_last_small_one", killed_after_its_last_small_one, KILLS},
 };
 const size_t n_scenarios = sizeof scenarios / sizeof *scenarios;
