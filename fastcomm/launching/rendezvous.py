@@ -60,7 +60,7 @@ def init(
 
     backend: "shm" (ranks of one host over shared memory), "hierarchical" (shared memory in each
         host, Gloo across hosts), "nccl" (a CUDA device for each rank), "group" (CPU tensors over
-        `group`, or over Gloo), or "auto": nccl for a CUDA device, else shm where all ranks share a
+        Gloo), or "auto": nccl for a CUDA device, else shm where all ranks share a
         host, hierarchical where they do not, and group where a host has more than the 64 ranks that
         can share memory. Gloo takes the network interface that GLOO_SOCKET_IFNAME names.
     init_method: "env://" (torchrun, mpirun, mpiexec or srun has started the ranks: what they say is
@@ -117,7 +117,7 @@ def _connect_all(
         if neighbours.backend == "nccl":
             comm: Transport = _connect_on_cuda(bootstrap, timeout, place, neighbours)
         else:
-            comm = _connect_on_cpu(bootstrap, timeout, group, neighbours)
+            comm = _connect_on_cpu(bootstrap, timeout, neighbours)
         if group is None:  # else the store is the group's
             bootstrap.finish()
         # the store may live in one of the ranks: it must not go before all have read from it
@@ -155,7 +155,7 @@ def connect(
         neighbours = _neighbours(bootstrap, "auto", device)
         if neighbours.backend == "nccl":
             return _connect_on_cuda(bootstrap, timeout, device, neighbours), neighbours.ranks
-        comm = _connect_on_cpu(bootstrap, timeout, None, neighbours)
+        comm = _connect_on_cpu(bootstrap, timeout, neighbours)
         _warn_of_threads(comm, neighbours.ranks)
         return comm, neighbours.ranks
 
@@ -260,10 +260,7 @@ def _connect_on_cuda(
 
 
 def _connect_on_cpu(
-    bootstrap: StoreBootstrap,
-    timeout: timedelta,
-    group: dist.ProcessGroup | None,
-    neighbours: _Neighbours,
+    bootstrap: StoreBootstrap, timeout: timedelta, neighbours: _Neighbours
 ) -> Transport:
     """Makes the communicator on the CPU, once the ranks have met."""
     place = bootstrap.rank, bootstrap.world_size, neighbours.local_rank
@@ -279,10 +276,8 @@ def _connect_on_cpu(
         return ShmCommunicator(*place, bootstrap, timeout)
     if neighbours.backend == "hierarchical":
         return HierarchicalCommunicator(*place, bootstrap, timeout, neighbours.hosts)
-    # In place of a user's group over Gloo we make one of our own, of the same ranks: it does not
-    # interfere with what else the user does with theirs.
-    is_foreign = group is not None and dist.get_backend(group) != "gloo"
-    exchange = Exchange(place[0], place[1], group if is_foreign else None)
+    # Also where ranks meet in a user's group: what else the user does with that is not disturbed.
+    exchange = Exchange(place[0], place[1])
     return GroupCommunicator(*place, bootstrap, timeout, neighbours.ranks, exchange)
 
 

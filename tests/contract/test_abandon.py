@@ -25,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("transport")
 @on_ranks()
 def test_abandon_ends_the_round_on_all_ranks_and_the_next_one_is_as_good_as_new(comm):
     before = comm.n_abandoned
-    rounds = 5 if comm.backend == "nccl" else 20  # over NCCL the ranks connect anew each time
+    rounds = 5 if comm.backend == "nccl" else 20  # over NCCL the ranks connect again each time
     for _ in range(rounds):
         if comm.rank == 1:
             comm.abandon()

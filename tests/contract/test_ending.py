@@ -14,7 +14,6 @@ from fastcomm import FastcommError, PeerLostError
 from tests.contract import assert_ended, new_ranks
 from tests.support.bodies import communicator
 from tests.support.outcomes import values_of
-from tests.support.reference import check_all_reduce
 from tests.support.transports import over
 
 pytestmark = pytest.mark.usefixtures("transport")
@@ -88,20 +87,6 @@ def _finish_before_the_end(place):
 @over(2, shm=(1, 2))
 def test_a_finished_work_remains_so_after_the_end(transport, world_size):
     values_of(new_ranks(transport, world_size, _finish_before_the_end))
-
-
-def _context_manager(place):
-    with communicator(place) as comm:
-        check_all_reduce(comm)
-        assert comm.failure is None
-    assert "closed" in str(comm.failure)
-    with pytest.raises(FastcommError, match="closed"):
-        comm.barrier()
-
-
-@over(2, nccl=(), group=(), hierarchical=())
-def test_a_context_manager_closes(transport, world_size):
-    values_of(new_ranks(transport, world_size, _context_manager))
 
 
 def _fail_inside_context_manager(place):

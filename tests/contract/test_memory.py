@@ -37,15 +37,6 @@ def test_comm_empty_tensors_do_not_overlap(comm):
     assert all((tensor == i).all() for i, tensor in enumerate(tensors))
 
 
-@over(2)
-@on_ranks()
-def test_comm_empty_is_local(comm):
-    if comm.rank == 0:
-        held = [comm.empty(1000, dtype=torch.float32) for _ in range(10)]
-        del held
-    comm.barrier()
-
-
 def _tensor_after_close(place):
     comm = communicator(place)
     tensor = comm.empty(100_000, dtype=torch.float32).fill_(comm.rank)

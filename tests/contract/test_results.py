@@ -170,14 +170,6 @@ def test_complex_tensors_travel_as_pairs(comm):
             assert torch.equal(everyone, torch.stack(ours))
 
 
-@over(2, shm=(2, 3, 4))
-@on_ranks()
-def test_broadcast_is_from_rank_0_unless_told_otherwise(comm):
-    tensor = torch.full((10,), comm.rank)
-    comm.broadcast(tensor)
-    assert tensor.tolist() == [0] * 10
-
-
 def _arrive_one_after_the_other(comm):
     time.sleep(0.1 * comm.rank)
     before = time.monotonic()

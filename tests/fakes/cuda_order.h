@@ -109,7 +109,7 @@ void note_race(const char *format, ...) __attribute__((format(printf, 1, 2)));
  * access. */
 void ranges_touch(size_t stream, uint32_t time, const struct clock *known, const char *name,
                   const struct range *range);
-/* Notes races with whoever makes a use of its own of bytes that are freed: `who` says it. */
+/* Notes races with whoever else uses bytes that are freed: `who` says it. */
 void ranges_free(const struct clock *known, const char *who, const void *address, size_t nbytes);
 void ranges_forget(const void *address, size_t nbytes);
 void ranges_forget_all(void);

@@ -126,7 +126,7 @@ static bool is_message(const struct operation *o) {
     return o->kind == SEND || o->kind == RECV;
 }
 
-/* What a rank reads and writes of its own memory. The root of a broadcast in place only reads, and
+/* What a rank reads and writes in its memory. The root of a broadcast in place only reads, and
  * so do the other ranks of a reduction to one. */
 static void note_ranges(const struct operation *o) {
     const size_t nbytes = o->count * dtype_nbytes(o->dtype), n_ranks = (size_t)o->comm->n_ranks;

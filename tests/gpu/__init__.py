@@ -72,7 +72,7 @@ def assert_same_parameters(model: nn.Module, plain: nn.Module) -> None:
 
 
 def eventually(is_so: Callable[[], bool], seconds: float = 5.0) -> bool:
-    """The driver destroys graphs on a thread of its own."""
+    """The driver destroys graphs on a thread of the driver's."""
     deadline = time.monotonic() + seconds
     while not is_so() and time.monotonic() < deadline:
         time.sleep(0.01)

@@ -1,5 +1,5 @@
 """Launches every kernel on small inputs, for compute-sanitizer (see ci/gpu.sh): each pair of dtypes
-in both directions, with few tensors and with many, aligned and not, each in memory of its own so
+in both directions, with few tensors and with many, aligned and not, each in its own memory so
 that a step beyond it is seen; and those of the wire of 8 bits.
 """
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 import fastcomm
 from tests.gpu import (
@@ -54,21 +53,6 @@ def test_grad_scaler_works_as_without_a_reducer(comm, poison_step):
     assert_same_parameters(model, plain)
 
 
-def test_nonfinite_gradients_are_counted_on_the_device(comm):
-    model, x = mlp(), inputs()
-    reducer = fastcomm.Reducer(comm, wire_dtype=torch.bfloat16).attach(model)
-    loss_of(model, x).backward()
-    assert reducer.nonfinite_count() == 0
-    x[0, 0] = float("inf")
-    model.zero_grad()
-    loss_of(model, x).backward()
-    assert (
-        reducer.nonfinite_count()
-        == sum(int((~p.grad.isfinite()).sum()) for p in model.parameters())
-        > 0
-    )
-
-
 # Models of other kinds
 
 
@@ -83,33 +67,8 @@ def test_a_compiled_model_is_reduced(comm):
         torch.testing.assert_close(parameter, other, rtol=1e-4, atol=1e-5)
 
 
-class Checkpointed(nn.Module):
-    def __init__(self, body: nn.Sequential, use_reentrant: bool) -> None:
-        super().__init__()
-        self.body = body
-        self.use_reentrant = use_reentrant
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.body:
-            x = checkpoint(layer, x, use_reentrant=self.use_reentrant)
-        return x
-
-
-@pytest.mark.parametrize("use_reentrant", [False, True], ids=["non-reentrant", "reentrant"])
-def test_a_checkpointed_model_is_reduced(comm, use_reentrant):
-    model, plain = Checkpointed(mlp(), use_reentrant), mlp()
-    fastcomm.Reducer(comm, **MANY_BUCKETS).attach(model)
-    for _ in range(2):
-        for one in (model, plain):
-            one.zero_grad()
-            loss_of(
-                one, inputs().requires_grad_()
-            ).backward()  # reentrant checkpoints want an input with a gradient
-        assert_same_gradients(model, plain)
-
-
 class TwoStreams(nn.Module):
-    """Two branches, the second on a stream of its own, where its backward runs as well."""
+    """Two branches, the second on another stream, where its backward runs as well."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -34,16 +34,6 @@ def train(model, optimizer, steps):
         optimizer.step()
 
 
-@KINDS
-def test_shards_of_one_rank_change_nothing(comm, kind):
-    model, plain = mlp(), mlp()
-    reducer = fastcomm.Reducer(comm, **MANY_BUCKETS).attach(model)
-    sharded = fastcomm.ShardedOptimizer(reducer, kind, lr=1e-3)
-    train(model, sharded, STEPS)
-    train(plain, kind(plain.parameters(), lr=1e-3), STEPS)
-    assert_same_parameters(model, plain)
-
-
 def test_a_sharded_step_does_not_synchronise(comm):
     model, x = mlp(), inputs()
     reducer = fastcomm.Reducer(comm, **MANY_BUCKETS, wire_dtype=torch.bfloat16).attach(model)

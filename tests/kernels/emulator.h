@@ -3,7 +3,7 @@
  * not lane by lane as in host_shim.h. Only what the kernels use is here.
  *
  * - A lane is a fiber. One thread runs the lanes of a block, in random order; each goes on until it
- *   waits for others. A few blocks run at once, each on a thread of its own.
+ *   waits for others. A few blocks run at once, each on another thread.
  * - __shared__ memory is the block's thread's. When a block begins, all its bits are ones, except
  *   under a sanitizer.
  * - Every lane of the block must come to a __syncthreads(), and every lane of the mask to a

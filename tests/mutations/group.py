@@ -66,7 +66,9 @@ MUTATIONS = (
         within="narrow_int8",
         old="const float sum = value + 0x1.8p23f;",
         new="const float sum = (float)(int)(value == value ? value : 0) + 0x1.8p23f;",
-        tests=(f"{WIRE_TESTS}int8_is_off_by_half_a_step_of_its_block_at_most",),
+        tests=(
+            f"{BLOCK_TESTS}every_number_and_what_is_next_to_the_middles_is_rounded_to_the_nearest",
+        ),
     ),
     Mutation(
         name="wire: a block is multiplied by the reciprocal of its scale",

@@ -49,7 +49,7 @@ MUTATIONS = (
         within="narrow_float16",
         old="<< 23) + 0xfffu + ((magnitude",
         new="<< 23) + 0x1000u + ((magnitude",
-        tests=(f"{CORE}::test_ties_go_to_even", *QUICK_DRIVER),
+        tests=(f"{CORE}::test_16_bit_results_are_rounded_as_torch_rounds", *QUICK_DRIVER),
     ),
     Mutation(
         name="kernels: a NaN among halves keeps its payload",

@@ -14,7 +14,10 @@ LINK = "fastcomm/transports/nccl/link.pyx"
 ORDERING = "tests/transports/nccl/test_ordering.py"
 TRAINING = f"{ORDERING}::test_training_is_ordered"
 ON_ONE = f"{ORDERING}::test_a_collective_is_ordered_with_the_caller_s_stream"
-FOR_NOTHING = f"{ORDERING}::test_tensors_that_nobody_waits_for_live_until_they_are_reduced"
+FOR_NOTHING = (
+    "tests/transports/nccl/test_works.py::"
+    "test_tensors_nobody_waits_for_are_kept_until_the_collective_is_over"
+)
 PRODUCERS = f"{ORDERING}::test_a_bucket_is_ordered_after_gradients_of_another_stream"
 ROUNDS = f"{ORDERING}::test_a_bucket_is_ordered_after_its_last_round_on_whatever_streams"
 LAUNCHES_TESTS = "tests/transports/nccl/test_launches.py"

@@ -1,4 +1,4 @@
-"""A training that torchrun starts anew after a failure: with checkpoints and a DistributedSampler.
+"""A training that torchrun starts again after a failure: with checkpoints and a DistributedSampler.
 Run by test_torchrun.py.
 """
 

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 import fastcomm
 
-# Nearly every parameter of the models here in a bucket of its own.
+# Nearly every parameter of the models here in its own bucket.
 SMALL_BUCKETS = {"bucket_cap_mb": 0.0002}
 
 # Relative and absolute: a few roundings of each type.

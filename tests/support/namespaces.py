@@ -1,7 +1,7 @@
 """Hosts that are network namespaces: each has an interface, an address and, if wanted, a limited
 link to a switch that joins them all.
 
-The machine's own network stays as it is: the switch is a bridge in a namespace of its own, or, for
+The machine's own network stays as it is: the switch is a bridge in a separate namespace, or, for
 a network with a delay, a process (delay_line.py). Ranks are processes that enter the namespace of
 their host; their kernel is the same, so FASTCOMM_HOST_ID tells them apart. Needs ip(8), tc(8) for
 limits, /dev/net/tun for a delay, and root's rights.

@@ -37,7 +37,7 @@ def world() -> dist.ProcessGroup:
 
 def start(place: Place, timeout: timedelta = TIMEOUT, file: str = "backend") -> None:
     """file: where the ranks meet. torch removes it with the last rank's group, not before another
-    rank may come anew: who starts again names another.
+    rank may come again: who starts again names another.
     """
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     address = f"file://{place.directory}/{file}"

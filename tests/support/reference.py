@@ -17,7 +17,7 @@ __all__ = ["DTYPES", "FLOATS", "HALVES", "INTEGERS", "OPS"]
 DTYPES = CPU_DTYPES
 INTEGERS = tuple(dtype for dtype in DTYPES if dtype not in FLOATS)
 
-# Transports that add rank after rank. NCCL adds in an order of its own, "hierarchical" in each host
+# Transports that add rank after rank. NCCL adds in another order, "hierarchical" in each host
 # first.
 IN_RANK_ORDER = ("shm", "group")
 

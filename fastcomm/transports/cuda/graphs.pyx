@@ -70,5 +70,5 @@ cdef extern from *:
 
 
 cdef void _graph_is_gone(void *counter) noexcept nogil:
-    """Called by the driver, on a thread of its own."""
+    """Called by the driver, on a thread of the driver's."""
     fastcomm_count_down(counter)

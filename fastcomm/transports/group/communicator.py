@@ -1,7 +1,7 @@
-"""GroupCommunicator: a torch.distributed group (Gloo, MPI, ...) as a Transport, for tensors on
-the CPU. The public calls and their checks.
+"""GroupCommunicator: Gloo as a Transport, for tensors on the CPU. The public calls and their
+checks.
 
-A thread of its own runs collectives in the order of their calls, so that backward goes on while
+Another thread runs collectives in the order of their calls, so that backward goes on while
 gradients travel. The ranks announce which collective they have come to, beside the data or before
 it. If they disagree, all of them get the error, and what was sent is thrown away. A rank that
 abandons a round announces that in place of a collective. So no collective is ever left half done,
@@ -69,8 +69,8 @@ class Bootstrap(Notes, Protocol):
 
 
 class GroupCommunicator(Transport):
-    """Collectives over a torch.distributed group. See fastcomm.comm.transport.Transport for
-    the contract. Made by fastcomm.init. exchange: moves the tensors over the group.
+    """Collectives over Gloo. See fastcomm.comm.transport.Transport for the contract. Made by
+    fastcomm.init. exchange: moves the tensors.
 
     Beyond the contract, any number of threads may call it and wait for their works at once, as long
     as the calls come in the same order on all ranks. What a signal handler raises while this rank

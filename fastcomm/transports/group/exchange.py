@@ -1,13 +1,13 @@
-"""Exchange: moves and reduces tensors between the ranks of a torch.distributed group. All ranks
-call the same method, each on the thread of its WorkQueue.
+"""Exchange: moves and reduces tensors between ranks over Gloo. All ranks call the same method, each
+on the thread of its WorkQueue.
 
 Only bytes travel, in two exchanges: each rank sends every other one the shard that one reduces,
 then each rank sends its reduced shard to all; see shards.py. The arithmetic is done here, in rank
-order, so that the results have the same bits on all ranks, 16-bit floats are added in float32 and
-rounded once, and any backend will do. The ranks announce each collective to each other, over a
-group of its own, so that no announcement waits for data. Small tensors travel with the
-announcement: then there is no other exchange. All-reductions that wait behind one like them are
-announced with it, and fused with it, as far as all ranks have come to them.
+order, so that the results have the same bits on all ranks, and 16-bit floats are added in float32
+and rounded once. The ranks announce each collective to each other over another group than that of
+the data, so that no announcement waits for data. Small tensors travel with the announcement: then
+there is no other exchange. All-reductions that wait behind one like them are announced with it, and
+fused with it, as far as all ranks have come to them.
 """
 
 from __future__ import annotations
@@ -61,43 +61,33 @@ UNLIMITED = timedelta(days=365)
 _LOOK_S = 0.05  # how often a rank that connects looks for the others
 OVER_S = 1.0  # how long announcements take to end once their connections are broken
 # Tags, all below those of shards.tag_of. What has one tag arrives in the order it was sent in.
-# Over a group that was passed in none may be larger than 2**15 - 1: MPI promises no more.
-_SWAPPED = 2**15 - 1
-_IN_TURN = 2**15 - 3  # and the next one, for results
+_SWAPPED = 2**15
 _NEVER_SENT = 2**20
 _exchanges: weakref.WeakSet[Exchange] = weakref.WeakSet()
 _kept: list[Any] = []  # the groups of a forked child's parent
 
 
 class Exchange:
-    """group: of torch.distributed, or one of its engines. Errors are torch's RuntimeError.
-
-    While collectives run here, nobody else may use a group that was passed in. If a peer
-    is lost, a thread that waits in such a group stays there until the group's own time-out.
+    """Has no connections before `connect`. Errors are torch's RuntimeError.
 
     moved_at: when an exchange last ended. Deadlines count from there.
     """
 
-    def __init__(self, rank: int, world_size: int, group: dist.ProcessGroup | None = None) -> None:
-        """group: None means a group of its own, which `connect` makes."""
-        self.group: Any = group
+    def __init__(self, rank: int, world_size: int) -> None:
+        self.group: Any = None
         self.announcer = Announcer(world_size)
-        self.announcer.group = group
-        self._owns_group = group is None
         self._own_groups: list[Any] = []
         self._rank, self._world_size = rank, world_size
         self.moved_at = 0.0
         _exchanges.add(self)
 
     def connect(self, store: Store, patience: timedelta, look: Callable[[], None]) -> None:
-        """Makes private Gloo groups, if it has no group. Collective. Its addresses are those of
+        """Makes private Gloo groups. Collective. Its addresses are those of
         GLOO_SOCKET_IFNAME, else those that the host's name resolves to. Raises InitError.
 
         patience: with ranks that do not connect. look: called while they do; raises when one will
             not come.
         """
-        if not self._owns_group:
-            return
         trouble: list[RuntimeError] = []
 
         def make() -> None:
@@ -108,7 +98,7 @@ class Exchange:
             except RuntimeError as error:
                 trouble.append(error)
 
-        # On a thread of its own: Gloo waits for ever for a rank that is lost here.
+        # On another thread: Gloo waits for ever for a rank that is lost here.
         making = threading.Thread(target=make, name="fastcomm connecting", daemon=True)
         making.start()
         deadline = Deadline(patience.total_seconds())
@@ -166,11 +156,6 @@ class Exchange:
         self.group = self.announcer.group = None
         self._own_groups = []
 
-    @property
-    def announces_ahead(self) -> bool:
-        """Whether a call may be announced while those before it run."""
-        return self._owns_group
-
     # Called by the caller's thread, too.
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
@@ -187,7 +172,7 @@ class Exchange:
             with torch.inference_mode(False):  # buckets may be made under it
                 wire = torch.zeros(flat.numel(), dtype=wire_dtype, device="cpu")
             return CastTransfer(flat, wire, self.transfer_of(wire, None), self._rank)
-        if flat.nbytes <= SMALL_NBYTES or not self._owns_group:
+        if flat.nbytes <= SMALL_NBYTES:
             return Transfer(functools.partial(self.all_reduce, flat))
         return self._shard_transfer(chunks_of(flat, self._world_size))
 
@@ -212,14 +197,8 @@ class Exchange:
             self.group,
             self._wait,
             lambda op, rows, factors: self.all_reduce(mask, op, rows, factors),
-            self._owns_group and mask.nbytes <= PAYLOAD_NBYTES,
+            mask.nbytes <= PAYLOAD_NBYTES,
         )
-
-    def tag_of(self, index: int, call: Call) -> int:
-        """The tag of a transfer: see shards.tag_of. Over a group that was passed in nothing is sent
-        before all ranks have announced the same, and one call runs after the other.
-        """
-        return tag_of(index, call) if self._owns_group else _IN_TURN
 
     def drain(self, gathered: GatheredCalls) -> None:
         """Ends what ranks have begun to send for calls that do not go together, so that nothing

@@ -58,7 +58,7 @@ from fastcomm.transports.group.call import (
     with_votes,
 )
 from fastcomm.transports.group.exchange import Exchange
-from fastcomm.transports.group.shards import Transfer
+from fastcomm.transports.group.shards import Transfer, tag_of
 from fastcomm.transports.group.work import GroupBucket, GroupWork, see_through
 
 MOST_ANNOUNCED = 64  # calls of this rank that wait for the other ranks' announcements
@@ -275,7 +275,7 @@ class WorkQueue:
         """Whether the work, the newest, is announced at once: not behind one that is not, nor where
         it may be fused with others. Under the lock.
         """
-        if not self._exchange.announces_ahead or self._is_meeting or self._trouble is not None:
+        if self._is_meeting or self._trouble is not None:
             return False
         before = self._works[-2:-1]
         is_next = all(one.is_announced and one.call is not ABANDON for one in before)
@@ -461,7 +461,7 @@ class WorkQueue:
         factors = factors_of(gathered.calls)
         if gathered.begun is None:
             transfer.prepare(wanted.op, factors)
-            transfer.begin(self._exchange.tag_of(gathered.index, wanted))
+            transfer.begin(tag_of(gathered.index, wanted))
         return transfer.steps(wanted.op, payloads, factors)
 
     def _take_step(self, running: RunningCollective) -> None:

@@ -35,7 +35,7 @@ cdef class NcclBucketWork:
     """The reduction of a bucket, under way or over."""
 
     cdef NcclBucket bucket
-    cdef InFlight in_flight  # the bucket's, or one of its own if it was captured
+    cdef InFlight in_flight  # the bucket's, or another one if it was captured
     cdef object op, token
     cdef int epoch
     cdef uint64_t number  # among those of the epoch

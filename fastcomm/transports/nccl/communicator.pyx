@@ -1,5 +1,5 @@
 # cython: language_level=3
-"""NcclCommunicator: the ranks' GPUs over NCCL, driven directly on streams of its own.
+"""NcclCommunicator: the ranks' GPUs over NCCL, driven directly on fastcomm's streams.
 
 The host waits only in barrier(). Events order each launch after and before the work of the caller's
 stream, so that a whole training step can be captured in a CUDA graph. The watchdog ends what would
@@ -184,7 +184,7 @@ cdef class NcclCommunicator:
         self.link.abort()
 
     def abandon(self, *, bint in_any_case=False):
-        """Ends NCCL's communicators on every rank; the ranks meet anew at their next collective.
+        """Ends NCCL's communicators on every rank; the ranks meet again at their next collective.
 
         What other ranks have launched in this round is lost. They may learn of it a step later.
         What came before the round all ranks have, also one that is late.

@@ -2,7 +2,7 @@
 """Lane: one NCCL communicator, with the stream that all of its collectives are launched on. Begins
 and ends it.
 
-A call that begins or ends a communicator may never return. So it is made on a thread of its own.
+A call that begins or ends a communicator may never return. So it is made on another thread.
 Nothing can end that thread; it is left behind when the time is up, with what it works on. (NCCL's
 own answer, non-blocking communicators, makes it start a thread for every collective, which costs
 more than the whole launch of a bucket.)
@@ -124,7 +124,7 @@ cdef class Lane:
         )
 
     def begin_abort(self, memory, all_begun):
-        """Begins to end the communicator at once, on a thread of its own, so that its kernels leave
+        """Begins to end the communicator at once, on another thread, so that its kernels leave
         the device. Returns that thread's call, or None if there is nothing to end.
 
         memory: the pool, which must not free anything until the call is over. all_begun: an event
@@ -172,7 +172,7 @@ def _wait_for(ThreadCall call, str what, double timeout_s, look):
 
 
 cdef class ThreadCall:
-    """A call into NCCL or the driver on a thread of its own. `over` is set when it has returned,
+    """A call into NCCL or the driver on another thread. `over` is set when it has returned,
     `code` and `error` then say how.
     """
 

@@ -102,7 +102,7 @@ cdef class Launches:
         return None
 
     cdef ask(self):
-        """Settles what is over, on a thread of its own. Returns after DRIVER_ANSWER_S at the
+        """Settles what is over, on another thread. Returns after DRIVER_ANSWER_S at the
         latest; when the driver does not answer, only that thread stays behind, and no other is
         begun.
         """

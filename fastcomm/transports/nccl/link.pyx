@@ -223,7 +223,7 @@ cdef class Link:
             self.watchdog.stop()
 
     cdef abandon(self):
-        """Ends the lanes on every rank; the ranks meet anew at their next collective."""
+        """Ends the lanes on every rank; the ranks meet again at their next collective."""
         self.n_abandoned += 1
         self._abandon()
         tell_of_abandonment(self.communicator)

@@ -1,6 +1,6 @@
 # cython: language_level=3
 """Tensors in memory that NCCL has allocated, so that buckets can be windows, which it reduces in
-place, without copies to buffers of its own.
+place, without copies to NCCL's buffers.
 
 Nothing is registered but windows. Where memory is registered otherwise (ncclCommRegister), each
 launch over NVLink SHARP meets the host's other ranks in a loop that no abort ends.

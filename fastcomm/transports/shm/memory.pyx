@@ -47,7 +47,7 @@ cdef object own_segments = weakref.WeakSet()
 
 
 def _after_fork_in_child():
-    """A forked child gets memory of its own: what it writes to a gradient must not reach its
+    """A forked child gets other memory: what it writes to a gradient must not reach its
     parent, or the peers.
     """
     for segment in list(own_segments):

@@ -70,20 +70,6 @@ def test_more_calls_wait_than_are_announced(comm):
     assert [tensor.unique().item() for tensor in tensors] == [2 * i for i in range(len(tensors))]
 
 
-@on_ranks(2)
-def test_other_collectives_may_come_between(comm):
-    flats, buckets = buckets_of(comm, 3)
-    whole, works = torch.empty(2 * LARGE), []
-    for bucket in buckets:
-        works.append(bucket.launch("sum", []))
-        comm.broadcast(torch.ones(LARGE), 1)
-        comm.all_gather_single(whole, torch.full((LARGE,), float(comm.rank)))
-        assert whole.sum() == LARGE
-    for work, flat in zip(works, flats, strict=True):
-        work.wait()
-        assert (flat[:-1] == 3).all()
-
-
 @on_ranks(3)
 def test_ranks_that_call_different_collectives_leave_nothing_in_flight(comm):
     for numel in (LARGE + (comm.rank == 1), LARGE):

@@ -9,7 +9,6 @@ import functools
 import gc
 import threading
 import time
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -21,14 +20,12 @@ from fastcomm import FastcommError, MismatchError, PeerLostError
 from fastcomm.comm.transport import Weight
 from fastcomm.transports.group import work_queue
 from fastcomm.transports.group.call import reduce_rows
-from fastcomm.transports.group.communicator import GroupCommunicator
-from fastcomm.transports.group.exchange import FUSABLE_NBYTES, FUSED_NBYTES, Exchange
+from fastcomm.transports.group.exchange import FUSABLE_NBYTES, FUSED_NBYTES
 from tests.support.bodies import communicator, gloo, meeting_place, note
 from tests.support.outcomes import values_of
 from tests.support.ranks import fresh_ranks, on_ranks
 from tests.support.reference import (
     INTEGERS,
-    OPS,
     assert_same_bits,
     check_all_reduce,
     integer_mean,
@@ -297,67 +294,6 @@ def test_the_user_may_go_on_using_the_group():
         values_of(fresh_ranks(2, _init_from_a_group_in_use, transport="group"))
         == [("group", 2, {60_000})] * 2
     )
-
-
-@contextlib.contextmanager
-def _over(place, group):
-    """A communicator over the group itself, as over a backend of which no second group can be made
-    from a store.
-    """
-    with fastcomm.init("group", group=gloo()) as model:
-        comm = GroupCommunicator(
-            place.rank,
-            place.world_size,
-            0,
-            model._notes,
-            timedelta(seconds=20),
-            [place.rank],
-            Exchange(place.rank, place.world_size, group),
-        )
-        yield comm
-        comm.close()
-        dist.barrier()
-
-
-def _go_through_a_group_itself(place):
-    with _over(place, gloo()) as comm:
-        for op in OPS:
-            check_all_reduce(comm, 10_000, op=op)
-        comm.broadcast(torch.ones(3))
-
-
-class _Noting:
-    """A group that notes the tags it sends by."""
-
-    def __init__(self, group):
-        self._group, self.tags = group, set()
-
-    def __getattr__(self, name):
-        return getattr(self._group, name)
-
-    def send(self, tensors, rank, tag):
-        self.tags.add(tag)
-        return self._group.send(tensors, rank, tag)
-
-
-def _note_tags(place):
-    group = _Noting(gloo())
-    with _over(place, group) as comm:
-        for wire_dtype in (None, torch.bfloat16, torch.int8):
-            flat = torch.full((10_001,), comm.rank + 1.0)
-            bucket = comm.bind_bucket(flat, [flat[:-1]], [0], wire_dtype=wire_dtype, label=1)
-            for _ in range(2):
-                bucket.launch("mean", []).wait()
-            torch.testing.assert_close(flat[:-1], torch.full((10_000,), 2.0), rtol=1e-6, atol=0)
-    return max(group.tags)
-
-
-def test_tags_in_a_group_of_the_users_are_those_that_mpi_promises():
-    assert max(values_of(fresh_ranks(3, _note_tags, transport="group"))) < 2**15
-
-
-def test_any_group_of_torch_distributed_will_do():
-    values_of(fresh_ranks(2, _go_through_a_group_itself, transport="group"))
 
 
 def _lose_a_peer_while_ranks_meet(place):

@@ -15,11 +15,9 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 
 import fastcomm
 from fastcomm import FastcommError, PeerLostError, TimeoutError
-from fastcomm.launching import rendezvous
 from fastcomm.transports.group.hierarchical import AHEAD, CHUNK_NBYTES, n_units, segments_of
 from tests.support.bodies import gloo, my_place
 from tests.support.collective_checks import with_ops_in_turn
@@ -151,31 +149,10 @@ def test_ranks_of_several_hosts_may_meet_in_a_group(backend):
     )
 
 
-def _one_fails_in_a_group(place):
-    group = gloo()
-    if place.rank == 1:
-        rendezvous.HierarchicalCommunicator = _broken
-    before = time.monotonic()
-    with pytest.raises(
-        (fastcomm.InitError, ZeroDivisionError),
-        match="rank 1 failed in fastcomm.init: broken|^broken",
-    ):
-        fastcomm.init("hierarchical", group=group, timeout=timedelta(seconds=20))
-    return time.monotonic() - before
-
-
-def _broken(*arguments):
-    raise ZeroDivisionError("broken")
-
-
-def test_ranks_that_meet_in_a_group_hear_of_one_that_fails():
-    assert max(values_of(fresh_ranks(2, _one_fails_in_a_group, transport="hierarchical"))) < 10
-
-
 def _check_every_size(comm):
     """And every operation; contract/test_results.py has all of them with every dtype."""
     for i, dtype in enumerate(DTYPES):
-        for numel, op in with_ops_in_turn(*SIZES, first=i):
+        for numel, op in with_ops_in_turn(*SIZES, *([LARGE] if i == 0 else []), first=i):
             shards = shards_of(dtype, comm.world_size, numel, seed=numel)
             tensor = comm.empty(numel, dtype=dtype).copy_(shards[comm.rank])
             comm.all_reduce(tensor, op)
@@ -191,28 +168,9 @@ def _bits_of_random_sums(comm):
     return results
 
 
-def _check_against_gloo(comm, address):
-    """Large enough for several chunks, in our own memory and elsewhere."""
-    dist.init_process_group(
-        "gloo",
-        init_method=f"tcp://{address}:{PORT + 1}",
-        rank=comm.rank,
-        world_size=comm.world_size,
-    )
-    values = torch.rand(LARGE, generator=torch.Generator().manual_seed(comm.rank)) + 0.5
-    expected = values.clone()
-    dist.all_reduce(expected)
-    for tensor in (values.clone(), comm.empty(LARGE, dtype=torch.float32).copy_(values)):
-        comm.all_reduce(tensor)
-        torch.testing.assert_close(tensor, expected, rtol=1e-6, atol=0)
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-def _check_all(comm, address):
+def _check_all(comm):
     _check_every_size(comm)
     bits = _bits_of_random_sums(comm)
-    _check_against_gloo(comm, address)
     for src in range(comm.world_size):
         tensor = torch.tensor([float(comm.rank)])
         comm.broadcast(tensor, src)
@@ -221,7 +179,7 @@ def _check_all(comm, address):
 
 
 def test_results_are_right_in_every_layout_and_have_the_same_bits_on_all_ranks(hosts):
-    first, *others = run_on(hosts, _check_all, hosts.address(0))
+    first, *others = run_on(hosts, _check_all)
     assert all(other == first for other in others)
 
 

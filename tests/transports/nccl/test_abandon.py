@@ -1,4 +1,4 @@
-"""abandon() over NCCL: notes tell the other ranks; all end their communicators and meet anew."""
+"""abandon() over NCCL: notes tell the other ranks; all end their communicators and meet again."""
 
 from __future__ import annotations
 
@@ -79,40 +79,6 @@ def test_backwards_that_raise_on_several_ranks_at_once_cost_one_step(streams):
     for heard, n_abandoned in values_of(outcomes_of(3, _fail_in_backward, streams, *unlucky)):
         assert [step for step, _ in heard] == [step for step, who in enumerate(unlucky) if who]
         assert n_abandoned == len(heard)
-
-
-def _abandon_while_a_peer_computes(place):
-    comm = communicator(place)
-    if place.rank == 1:
-        comm.abandon()
-    else:
-        deadline = time.monotonic() + SOON
-        with pytest.raises(FastcommError, match="rank 1 abandoned"):
-            while time.monotonic() < deadline:
-                comm.check()
-                time.sleep(0.02)
-    comm.barrier()
-    return comm.n_abandoned
-
-
-def test_a_rank_that_waits_for_nothing_hears_of_an_abandon_too():
-    assert values_of(outcomes_of(2, _abandon_while_a_peer_computes)) == [1, 1]
-
-
-def _abandon_works(place):
-    comm = communicator(place)
-    work = comm.all_reduce(torch.ones(10), async_op=True)
-    if place.rank == 1:
-        comm.abandon()
-    else:
-        time.sleep(SOON)
-    with pytest.raises(FastcommError, match="abandoned"):
-        work.wait()
-    comm.barrier()
-
-
-def test_a_work_that_was_abandoned_says_so():
-    values_of(outcomes_of(2, _abandon_works))
 
 
 def _leave_before_the_ranks_meet_anew(place, how):

@@ -17,9 +17,7 @@ from tests.fakes.stand_ins import failing, loaded, log_of
 from tests.support.bodies import raised
 from tests.support.models import (
     SMALL_BUCKETS,
-    Heads,
     gradients,
-    loss_of,
     mean_gradients,
     mlp,
 )
@@ -62,7 +60,7 @@ def _reduce(place, numels, op):
 
 
 def _sum_between_hosts(numel, step, world_size):
-    """By the wire between hosts, which has tests of its own."""
+    """By the wire between hosts, which group/test_blocks.py tests."""
     of_ranks = 4 * BLOCK * world_size
     padded = -(-numel // of_ranks) * of_ranks
     rows = torch.zeros(world_size, padded)
@@ -195,51 +193,6 @@ def test_gradients_keep_their_own_dtype(dtype):
     for (found, off), (other, _) in zip(first, second, strict=True):
         assert found.dtype == dtype and torch.equal(found, other)
         assert 0 < off <= (1 if dtype == torch.float64 else 2)
-
-
-def _accumulate(place):
-    comm = communicator(place)
-    model, plain = mlp(), mlp()
-    reducer = fastcomm.Reducer(comm, wire_dtype=torch.int8).attach(model)
-    _run(plain, place.rank)
-    with reducer.no_sync():
-        _run(model, place.rank)
-    assert all(map(torch.equal, gradients(model), gradients(plain)))
-    _run(model, place.rank, 1)
-    return gradients(model)
-
-
-def test_nothing_is_rounded_inside_no_sync():
-    first, second = stand_in_values(2, _accumulate)
-    assert all(map(torch.equal, first, second))
-
-
-def _with_missing_gradients(place):
-    """By step, which gradients there are."""
-    comm = communicator(place)
-    model = Heads(3)
-    fastcomm.Reducer(comm, wire_dtype=torch.int8, **SMALL_BUCKETS).attach(model)
-    present = []
-    for step in range(3):
-
-        def run(one, rank, step=step):  # head 1 on rank 1 alone, from the second step on
-            loss_of(one, rank, step, *([0, 1] if rank and step else [0])).backward()
-
-        exact = mean_gradients(model, place.world_size, run)
-        model.zero_grad()
-        run(model, place.rank)
-        for found, mean in zip(gradients(model), exact, strict=True):
-            if mean is not None:
-                torch.testing.assert_close(found, mean, rtol=0, atol=0.02)
-        present.append([g is not None for g in gradients(model)])
-        assert present[-1] == [g is not None for g in exact]
-    return present
-
-
-def test_which_gradients_there_are_is_not_rounded():
-    first, second = stand_in_values(2, _with_missing_gradients)
-    assert first == second
-    assert first[0] != first[1] == first[2]
 
 
 def _weigh(place):

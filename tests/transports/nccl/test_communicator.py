@@ -8,12 +8,6 @@ import torch
 from tests.fakes.stand_ins import (
     loaded,
 )
-from tests.support.models import (
-    SMALL_BUCKETS,
-    backward,
-    check_gradients,
-    mlp,
-)
 from tests.support.ranks import on_ranks
 from tests.transports.nccl import communicator, stand_in_values
 
@@ -43,8 +37,3 @@ def _use_many(place):
 
 def test_a_process_may_have_many_communicators():
     stand_in_values(2, _use_many)
-
-
-@on_ranks(2, 3)
-def test_lanes_take_turns_at_the_buckets(comm):
-    check_gradients(comm, mlp(), backward, streams=2, **SMALL_BUCKETS)

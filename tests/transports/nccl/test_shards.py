@@ -135,7 +135,7 @@ def test_parameters_are_gathered_in_windows_also_after_an_abandonment():
             assert [name for name, _ in calls] == ["CommWindowRegister", "AllGather"] * 2
             assert len({comm for _, comm in calls}) == 1
         first, second = steps
-        assert first != second, "the ranks have met anew"
+        assert first != second, "the ranks have met again"
 
 
 def _train_heads(place, kind, options):

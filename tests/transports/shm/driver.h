@@ -59,7 +59,7 @@ struct request prepare(struct rank *me, uint32_t kind, uint32_t op, uint32_t dty
 
 bool is_in_place(uint32_t kind);
 
-/* Writes the canary behind the output anew, where its size has changed since prepare(). */
+/* Writes the canary behind the output again, where its size has changed since prepare(). */
 void place_canary(const struct rank *me, const struct request *q);
 
 /* Posts, waiting for room if need be; waits; checks every element of the output, the canary behind

@@ -121,7 +121,7 @@ static void staged_in_a_row(struct rank *me) {
 }
 
 /* Posts `n` all_reduces of many sizes, some in the arena and some not, then waits for them in an
- * order of its own. */
+ * order that differs by rank. */
 static void many_under_way(struct rank *me) {
     enum { N = 40, STRIDE = 128 << 10 };
     static _Thread_local struct request requests[N];
