@@ -18,13 +18,11 @@ from tests.support import process_groups
 from tests.support.bodies import my_place
 from tests.support.forked_python import python
 from tests.support.models import (
-    Heads,
     Transformer,
     assert_same_parameters,
     backward,
     convnet,
     image_backward,
-    loss_of,
     mlp,
     text_backward,
     train,
@@ -53,36 +51,6 @@ def test_ddp_trains_bitwise_as_over_gloo(comm, make, run, options):
         DistributedDataParallel(make(), process_group=group, **options)
         for group in (world(), gloo())
     ]
-    for model in models:
-        train(model, run, comm.rank, 4)
-    assert_same_parameters(*models)
-
-
-@on_ranks(2)
-def test_ddp_with_changing_branches_trains_bitwise_as_over_gloo(comm):
-    models = [
-        DistributedDataParallel(Heads(4), process_group=group, find_unused_parameters=True)
-        for group in (world(), gloo())
-    ]
-    for model in models:
-        train(
-            model,
-            lambda one, rank, step: loss_of(one, rank, step, (rank + step * step) % 3).backward(),
-            comm.rank,
-            4,
-        )
-    assert_same_parameters(*models)
-
-
-@on_ranks(2)
-def test_ddp_accumulates_without_synchronising(comm):
-    models = [DistributedDataParallel(mlp(), process_group=group) for group in (world(), gloo())]
-
-    def run(model, rank, step):
-        with model.no_sync():
-            backward(model, rank, 2 * step)
-        backward(model, rank, 2 * step + 1)
-
     for model in models:
         train(model, run, comm.rank, 4)
     assert_same_parameters(*models)
@@ -124,17 +92,6 @@ def test_an_error_that_passes_through_c_keeps_its_type(comm):
     world()
     with pytest.raises(fastcomm.MismatchError):
         _end_in_c(dist.all_reduce(torch.ones(4 + comm.rank), async_op=True))
-
-
-@on_ranks(2)
-def test_ddp_with_a_hook_that_chains_futures(comm):
-    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-
-    models = [DistributedDataParallel(mlp(), process_group=group) for group in (world(), gloo())]
-    for model in models:
-        model.register_comm_hook(model.process_group, default_hooks.fp16_compress_hook)
-        train(model, backward, comm.rank, 4)
-    assert_same_parameters(*models)
 
 
 @on_ranks(2)
@@ -187,41 +144,6 @@ def test_a_reducer_refuses_distributed_tensors_by_name(comm):
         fastcomm.Reducer(replicas).attach(model)
 
 
-@on_ranks(4)
-def test_copies_under_sequence_parallelism_get_the_gradients_of_one_process(comm):
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Partial, Replicate, Shard
-    from torch.distributed.tensor.parallel import (
-        ColwiseParallel,
-        PrepareModuleOutput,
-        RowwiseParallel,
-        SequenceParallel,
-        parallelize_module,
-    )
-
-    from examples.device_mesh import copy_values, difference, loss_of, mlp, reduce_gradients
-
-    world()
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    plan = {
-        "0": ColwiseParallel(),
-        "2": RowwiseParallel(output_layouts=Shard(0)),
-        "3": SequenceParallel(sequence_dim=0),
-    }
-    model = parallelize_module(mlp(), mesh["tp"], plan)
-    gathered = PrepareModuleOutput(output_layouts=Shard(0), desired_output_layouts=Replicate())
-    parallelize_module(model, mesh["tp"], gathered)
-    batch = torch.randn(16, 8, generator=torch.Generator().manual_seed(1))
-    with fastcomm.init(group=mesh["dp"].get_group(), device="cpu") as copies:
-        for parameter in model.parameters():
-            parameter.data.mul_(1 + copies.rank)  # no seed has made the copies alike
-        copy_values(model, copies)
-        loss_of(model, batch.chunk(2)[copies.rank]).backward()
-        reduce_gradients(model, copies)
-    assert model[3].weight.grad.placements == (Partial(),)  # its parameter is Replicate()
-    assert difference(model, batch) < 1e-6
-
-
 @on_ranks(2)
 def test_zero_redundancy_optimizer_trains_as_sgd(comm):
     from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -237,33 +159,6 @@ def test_zero_redundancy_optimizer_trains_as_sgd(comm):
             backward(model, comm.rank, step)
             optimizer.step()
     assert_same_parameters(*models)
-
-
-@on_ranks(2)
-def test_the_state_of_a_zero_redundancy_optimizer_is_gathered_and_loaded(comm):
-    from torch.distributed.optim import ZeroRedundancyOptimizer
-
-    def trained(state=None):
-        model = DistributedDataParallel(mlp(), process_group=world(), gradient_as_bucket_view=True)
-        optimizer = ZeroRedundancyOptimizer(
-            model.parameters(), torch.optim.Adam, lr=0.01, parameters_as_bucket_view=True
-        )
-        if state is not None:
-            optimizer.load_state_dict(state)
-        backward(model, comm.rank, 0)
-        optimizer.step()
-        return model, optimizer
-
-    _, optimizer = trained()
-    optimizer.consolidate_state_dict(to=0)
-    box = [optimizer.state_dict() if comm.rank == 0 else None]
-    dist.broadcast_object_list(box)
-    _, other = trained(box[0])
-    other.consolidate_state_dict(to=0)
-    if comm.rank == 0:
-        assert [float(state["step"]) for state in other.state_dict()["state"].values()] == [
-            2.0
-        ] * len(box[0]["state"])
 
 
 @on_ranks(2)

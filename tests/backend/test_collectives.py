@@ -19,8 +19,10 @@ from torch import nn
 import fastcomm
 from fastcomm.comm.collective import CPU_DTYPES, REDUCTIONS
 from tests.support import process_groups
-from tests.support.process_groups import gloo, values, world
-from tests.support.ranks import on_ranks
+from tests.support.outcomes import values_of
+from tests.support.process_groups import gloo, noted_all_reduces, start, values, world
+from tests.support.ranks import fresh_ranks, on_ranks
+from tests.support.reference import DTYPES
 
 ranks = process_groups.ranks  # a pool of this module's own
 
@@ -48,34 +50,6 @@ def test_all_reduce_gives_what_gloo_gives(comm, dtype):
         dist.all_reduce(ours, op, group=world())
         dist.all_reduce(wanted, op, group=gloo())
         assert torch.equal(ours, wanted), op
-
-
-@on_ranks(2, 3)
-def test_an_average_is_the_sum_over_the_number_of_ranks(comm):
-    world()
-    average, total = values(comm), values(comm)
-    dist.all_reduce(average, dist.ReduceOp.AVG)
-    dist.all_reduce(total)
-    torch.testing.assert_close(average, total / comm.world_size)
-
-
-@on_ranks(2)
-def test_complex_tensors_are_reduced_as_pairs(comm):
-    world()
-    tensor = torch.complex(values(comm), -values(comm))
-    dist.all_reduce(tensor)
-    total = total_of(comm)
-    assert torch.equal(tensor, torch.complex(total, -total))
-
-
-@on_ranks(2)
-def test_a_tensor_with_gaps_is_reduced_in_place(comm):
-    world()
-    base = torch.zeros(4, 6)
-    columns = base[:, ::2]
-    columns.copy_(values(comm).view(4, 3))
-    dist.all_reduce(columns)
-    assert torch.equal(columns, total_of(comm).view(4, 3)) and not base[:, 1::2].any()
 
 
 @on_ranks(2)
@@ -129,21 +103,6 @@ def test_an_all_reduce_goes_on_while_its_caller_waits_for_something_else(comm):
     assert torch.equal(tensor, total_of(comm, 300_000))
 
 
-@on_ranks(2)
-def test_a_wait_ends_at_its_own_timeout(comm):
-    world()
-    tensor = values(comm)
-    if comm.rank == 0:
-        work = dist.all_reduce(tensor, async_op=True)
-        with pytest.raises(fastcomm.TimeoutError, match="waited 0.1 s"):
-            work.wait(timedelta(seconds=0.1))
-    dist.barrier(group=gloo())
-    if comm.rank == 0:
-        work.wait()
-    else:
-        dist.all_reduce(tensor)
-
-
 COLLECTIVES = {
     "all_reduce": lambda n: dist.all_reduce(torch.ones(9), async_op=True),
     "broadcast": lambda n: dist.broadcast(torch.ones(9), 1, async_op=True),
@@ -174,28 +133,6 @@ def test_an_async_collective_waits_for_nobody(comm, name):
         assert not work.is_completed()
         dist.send(torch.zeros(1), 1)
     assert work.wait() and work.is_completed()
-
-
-@on_ranks(2, 3)
-def test_async_collectives_of_all_kinds_are_in_place_after_wait(comm):
-    world()
-    n, rank = comm.world_size, comm.rank
-    columns = torch.zeros(4, 6)
-    moved, scattered = columns[:, ::2], torch.zeros(4)
-    moved.copy_(values(comm).view(4, 3))
-    rows = [torch.zeros(12) for _ in range(n)]
-    works = [
-        dist.broadcast(moved, 1, async_op=True),
-        dist.all_gather(rows, values(comm), async_op=True),
-        dist.reduce_scatter_tensor(scattered, values(comm, 4 * n), async_op=True),
-    ]
-    for work in reversed(works):
-        work.wait()
-    wanted, total = values(Rank(1)), total_of(comm, 4 * n)
-    assert torch.equal(moved, wanted.view(4, 3)) and not columns[:, 1::2].any()
-    assert torch.equal(rows[1], wanted) and torch.equal(rows[rank], values(comm))
-    assert torch.equal(scattered, total.view(n, 4)[rank])
-    assert works[1].result()[0][0] is rows[0]
 
 
 @on_ranks(2)
@@ -348,6 +285,42 @@ def test_two_threads_share_a_group(comm):
     for thread in threads:
         thread.join()
     assert all(bool((tensor == 2).all()) for tensor in tensors)
+
+
+@on_ranks(2)
+def test_every_dtype_of_the_transport_is_reduced_by_it_and_no_other(comm):
+    with noted_all_reduces() as noted:
+        for dtype in (*DTYPES, torch.int8):
+            tensor = torch.full((3,), comm.rank + 1, dtype=dtype)
+            dist.all_reduce(tensor)
+            assert tensor.tolist() == [3] * 3
+    assert noted == [(dtype, {}) for dtype in DTYPES]
+
+
+def _threads_of_progress():
+    return [thread for thread in threading.enumerate() if thread.name == "fastcomm-progress"]
+
+
+def _leave_the_work_to_the_thread(place):
+    start(place)
+    if place.rank == 1:
+        time.sleep(0.5)  # rank 0's thread has to wait for it; here all may be done in the call
+    work = dist.all_reduce(torch.ones(100_000), async_op=True)
+    deadline = time.monotonic() + 60
+    while not work.is_completed():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    assert _threads_of_progress() or place.rank == 1
+    work.wait()
+    time.sleep(0.05)  # the thread has nothing to do, and sleeps
+    dist.destroy_process_group()
+    for thread in _threads_of_progress():
+        thread.join(5)
+    return len(_threads_of_progress())
+
+
+def test_the_thread_that_makes_progress_ends_with_its_group():
+    assert values_of(fresh_ranks(2, _leave_the_work_to_the_thread)) == [0, 0]
 
 
 # ---- results are in place once a work says that it is completed ----

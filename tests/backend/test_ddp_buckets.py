@@ -20,7 +20,7 @@ from tests.support import process_groups
 from tests.support.memory import lies_in_shared_memory, resident_bytes
 from tests.support.models import Heads, assert_same_parameters, backward, loss_of, mlp, train
 from tests.support.outcomes import values_of
-from tests.support.process_groups import gloo, start, world
+from tests.support.process_groups import gloo, noted_all_reduces, start, world
 from tests.support.ranks import fresh_ranks, on_ranks
 
 ranks = process_groups.ranks  # a pool of this module's own
@@ -114,22 +114,6 @@ def test_buckets_over_another_backend_stay_where_torch_puts_them(comm):
     seen = _watch(model)
     train(model, backward, comm.rank, 3)
     assert set(seen) == {(torch.float32, False)}
-
-
-@on_ranks(2)
-def test_several_models_train_side_by_side(comm):
-    sides = [
-        [DistributedDataParallel(mlp(), process_group=group) for _ in range(2)]
-        for group in (world(), gloo())
-    ]
-
-    def run(models, rank, step):
-        sum(loss_of(model, rank, step + number) for number, model in enumerate(models)).backward()
-
-    for models in sides:
-        train(nn.ModuleList(models), run, comm.rank, 4)
-    for ours, theirs in zip(*sides, strict=True):
-        assert_same_parameters(ours, theirs)
 
 
 @pytest.mark.parametrize("views", [False, True])
@@ -251,37 +235,14 @@ def test_a_forked_child_writes_gradients_of_its_own(comm):
         assert torch.equal(parameter.grad, gradient)
 
 
-class _Noting:
-    """The group's communicator, noting the options of every all-reduce."""
-
-    def __init__(self, comm):
-        self._comm, self.options = comm, []
-
-    def __getattr__(self, name):
-        return getattr(self._comm, name)
-
-    def all_reduce(self, tensor, *arguments, **options):
-        self.options.append(options)
-        return self._comm.all_reduce(tensor, *arguments, **options)
-
-
-def _train_and_note_calls(place):
-    start(place)
-    ddp = DistributedDataParallel(mlp(), bucket_cap_mb=0.0005)
-    shared = dist.group.WORLD._cpu
-    noting = shared.comm = _Noting(shared.comm)
-    for step in range(3):
-        backward(ddp, place.rank, step)
-    of_ddp = len(noting.options)
-    work = dist.all_reduce(torch.ones(3), async_op=True)
-    work.wait()
-    del ddp
-    dist.destroy_process_group()
-    return of_ddp, noting.options
-
-
-def test_only_ddp_has_its_buckets_reduced_within_the_call():
-    # DDP waits for each of them at once: nothing is gained by a Work under way and a thread.
-    for of_ddp, options in values_of(fresh_ranks(2, _train_and_note_calls)):
-        assert of_ddp > 3
-        assert options == [{}] * of_ddp + [{"async_op": True}]
+@on_ranks(2)
+def test_only_ddp_has_its_buckets_reduced_within_the_call(comm):
+    """DDP waits for each of them at once: nothing is gained by a Work under way and a thread."""
+    ddp = DistributedDataParallel(mlp(), process_group=world(), bucket_cap_mb=0.0005)
+    with noted_all_reduces() as noted:
+        for step in range(3):
+            backward(ddp, comm.rank, step)
+        of_ddp = len(noted)
+        dist.all_reduce(torch.ones(3), async_op=True).wait()
+    assert of_ddp > 3
+    assert [options for _, options in noted] == [{}] * of_ddp + [{"async_op": True}]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 import torch.distributed as dist
 
@@ -123,12 +122,3 @@ def test_sparse_tensors_go_to_gloo(comm):
     tensor = torch.sparse_coo_tensor([[comm.rank]], [1.0], (2,))
     dist.all_reduce(tensor)
     assert torch.equal(tensor.to_dense(), torch.ones(2))
-
-
-@on_ranks(2)
-def test_what_neither_can_do_is_an_error(comm):
-    world()
-    with pytest.raises(RuntimeError):
-        dist.all_reduce(torch.ones(3, dtype=torch.int8), dist.ReduceOp.AVG)
-    with pytest.raises(ValueError, match="output|out"):
-        dist.all_gather_into_tensor(torch.zeros(5), torch.zeros(2))

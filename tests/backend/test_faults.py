@@ -10,15 +10,12 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 import fastcomm
 from tests.support import process_groups
-from tests.support.models import backward, mlp
 from tests.support.outcomes import values_of
 from tests.support.process_groups import start, world
-from tests.support.ranks import fresh_ranks, on_ranks, torchrun_env
+from tests.support.ranks import fresh_ranks, on_ranks
 
 ranks = process_groups.ranks  # a pool of this module's own
 
@@ -35,16 +32,6 @@ def _rank_2_does_not_come(place):
 def test_a_rank_that_is_missing_at_init_is_named():
     outcomes = fresh_ranks(3, _rank_2_does_not_come)
     assert all(outcome.kind == "returned" and outcome.value < 4 for outcome in outcomes), outcomes
-
-
-def _no_rank_0(place):
-    start_env = {"init_method": "env://", "timeout": timedelta(seconds=2)}
-    with pytest.raises((RuntimeError, OSError)):
-        dist.init_process_group("fastcomm", **start_env)
-
-
-def test_a_rank_without_rank_0_gives_up():
-    assert fresh_ranks(1, _no_rank_0, env=torchrun_env(2)[1:])[0].kind == "returned"
 
 
 @on_ranks(2)
@@ -69,53 +56,6 @@ def test_different_collectives_raise_on_both_ranks(comm):
             dist.broadcast(torch.ones(3), 0)
 
 
-def _different_models(place):
-    start(place, timedelta(seconds=2))
-    # Rank 1 finds it out, by torch's own comparison with rank 0, which goes on and waits for it.
-    error, words = (
-        (fastcomm.TimeoutError, "missing: rank 1")
-        if place.rank == 0
-        else (RuntimeError, r"sizes \[3, 4\] appears not to match sizes of the same param")
-    )
-    with pytest.raises(error, match=words):
-        DistributedDataParallel(nn.Linear(4, 2 + place.rank))
-
-
-def test_ddp_of_different_models_raises_on_both_ranks():
-    values_of(fresh_ranks(2, _different_models))
-
-
-def _one_is_killed(place):
-    start(place)
-    dist.barrier()
-    if place.rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    before = time.monotonic()
-    with pytest.raises(fastcomm.PeerLostError, match="rank 1 .*died"):
-        dist.all_reduce(torch.ones(1000))
-    return time.monotonic() - before
-
-
-def test_the_others_hear_of_a_rank_that_was_killed():
-    outcomes = fresh_ranks(3, _one_is_killed)
-    assert outcomes[1].exitcode == -signal.SIGKILL
-    # The first to notice names the dead one; who hears it from that one names both.
-    assert all(outcomes[rank].value < 5 for rank in (0, 2)), outcomes
-
-
-def _killed_in_backward(place):
-    start(place)
-    model = DistributedDataParallel(mlp())
-    if place.rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    with pytest.raises(fastcomm.PeerLostError):
-        backward(model, place.rank, 0)
-
-
-def test_backward_raises_when_a_rank_was_killed():
-    assert fresh_ranks(2, _killed_in_backward)[0].kind == "returned"
-
-
 def _one_is_late(place):
     start(place, timedelta(seconds=1))
     if place.rank == 0:
@@ -131,17 +71,13 @@ def test_the_timeout_of_init_is_that_of_every_collective():
     values_of(fresh_ranks(2, _one_is_late))
 
 
-def _destroyed(place):
-    start(place)
-    group = dist.group.WORLD
-    dist.barrier()
-    dist.destroy_process_group()
+@on_ranks(2)
+def test_a_destroyed_group_says_so(comm):
+    world()
+    group = dist.new_group([0, 1])
+    dist.destroy_process_group(group)
     with pytest.raises(fastcomm.FastcommError, match="closed"):
         group.allreduce([torch.ones(2)])
-
-
-def test_a_destroyed_group_says_so():
-    values_of(fresh_ranks(2, _destroyed))
 
 
 def _abort(place):
@@ -171,22 +107,30 @@ def test_a_rank_that_is_missing_in_a_new_group_is_named_by_its_number_of_all():
     values_of(fresh_ranks(3, _member_does_not_come))
 
 
-def _member_has_died(place):
+def _outlive_rank_2(place):
     start(place)
     dist.barrier()
     if place.rank == 2:
         os.kill(os.getpid(), signal.SIGKILL)
-    if place.rank == 1:
+    before = time.monotonic()
+    with pytest.raises(fastcomm.PeerLostError, match="rank 2 .*died"):
+        dist.all_reduce(torch.ones(1000))
+    assert time.monotonic() - before < 5
+    if place.rank == 0:
+        dist.new_group([1, 2])
+    else:
         pid = dist.group.WORLD._cpu.comm.pids[2]
-        before = time.monotonic()
         message = rf"rank 1 waits in new_group: rank 2 \(pid {pid}\) died"
         with pytest.raises(fastcomm.InitError, match=message):
             dist.new_group([1, 2])
-        assert time.monotonic() - before < 5
+        assert time.monotonic() - before < 10
+    tensor = torch.ones(3)
+    dist.all_reduce(tensor, group=dist.new_group([0, 1]))
+    assert tensor.tolist() == [2.0] * 3
 
 
-def test_a_new_group_does_not_wait_for_a_rank_that_was_killed():
-    outcomes = fresh_ranks(3, _member_has_died)
+def test_the_others_hear_of_a_rank_that_was_killed_and_make_a_group_of_their_own():
+    outcomes = fresh_ranks(3, _outlive_rank_2)
     assert [outcome.kind for outcome in outcomes] == ["returned", "returned", "died"], outcomes
 
 
@@ -202,20 +146,3 @@ def _died_before_cuda(place):
 
 def test_the_first_collective_on_cuda_does_not_wait_for_a_rank_that_was_killed():
     assert fresh_ranks(2, _died_before_cuda)[0].kind == "returned"
-
-
-def _survivors_go_on(place):
-    start(place)
-    dist.barrier()
-    if place.rank == 2:
-        os.kill(os.getpid(), signal.SIGKILL)
-    with pytest.raises(fastcomm.PeerLostError):
-        dist.all_reduce(torch.ones(3))
-    tensor = torch.ones(3)
-    dist.all_reduce(tensor, group=dist.new_group([0, 1]))
-    assert tensor.tolist() == [2.0] * 3
-
-
-def test_survivors_can_make_a_group_of_their_own():
-    outcomes = fresh_ranks(3, _survivors_go_on)
-    assert [outcome.kind for outcome in outcomes] == ["returned", "returned", "died"], outcomes

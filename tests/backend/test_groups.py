@@ -95,18 +95,6 @@ def test_a_group_says_that_it_cannot_be_reconfigured(comm):
             call()
 
 
-@pytest.mark.skipif(not hasattr(dist, "shrink_group"), reason="torch shrinks no groups yet")
-@on_ranks(2)
-def test_a_group_that_is_asked_to_shrink_refuses_and_goes_on(comm):
-    group = world()
-    if comm.rank == 0:
-        with pytest.raises(TypeError, match="does not support shrinking"):
-            dist.shrink_group([1], group)
-    tensor = torch.ones(3)
-    dist.all_reduce(tensor)
-    assert tensor.tolist() == [2, 2, 2]
-
-
 def _begin_and_end_twice(place):
     for time in ("first", "second"):
         start(place, file=f"{time} time")
@@ -124,25 +112,3 @@ def _begin_and_end_twice(place):
 
 def test_ranks_begin_again_after_destroy_process_group():
     assert [outcome.value for outcome in fresh_ranks(3, _begin_and_end_twice)] == [3, 3, 3]
-
-
-def _begin_with_others(place):
-    """Ranks 0 and 1 make a group, then ranks 0 and 2, of which the latter has made none."""
-    for other in (1, 2):
-        if place.rank in (0, other):
-            dist.init_process_group(
-                "fastcomm",
-                init_method=f"file://{place.directory}/with {other}",
-                rank=min(place.rank, 1),
-                world_size=2,
-            )
-            tensor = torch.tensor([2 * place.rank])
-            dist.all_reduce(tensor, dist.ReduceOp.AVG)
-            assert tensor.item() == other
-            dist.destroy_process_group()
-
-
-def test_a_process_that_has_been_in_a_group_makes_one_with_a_process_that_has_not():
-    env = {"GLOO_SOCKET_IFNAME": "lo"}
-    outcomes = fresh_ranks(3, _begin_with_others, env=env)
-    assert [outcome.kind for outcome in outcomes] == ["returned"] * 3, outcomes

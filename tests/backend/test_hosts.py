@@ -6,9 +6,7 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
 import time
-from collections.abc import Callable
 from datetime import timedelta
 
 import pytest
@@ -22,36 +20,26 @@ from torch.nn.utils import parameters_to_vector
 
 import fastcomm
 from fastcomm.transports.group.communicator import GroupCommunicator
-from tests.support.bodies import Place
+from tests.support import process_groups
 from tests.support.models import backward, mlp
-from tests.support.process_groups import start, values
-from tests.support.ranks import fresh_ranks
+from tests.support.outcomes import values_of
+from tests.support.process_groups import gloo, start, values, world
+from tests.support.ranks import fresh_ranks, on_ranks
 
-
-def across_hosts(hosts: str, body: Callable[[Place], None], dies: int | None = None) -> None:
-    """Runs the body on a rank for each letter, which names its host. `dies`: the rank that kills
-    itself.
-    """
-    outcomes = fresh_ranks(
-        len(hosts),
-        body,
-        env=[{"FASTCOMM_HOST_ID": host, "GLOO_SOCKET_IFNAME": "lo"} for host in hosts],
-    )
-    for outcome in outcomes:
-        if outcome.rank == dies:
-            assert outcome.exitcode == -signal.SIGKILL
-        else:
-            assert outcome.kind == "returned", "\n".join(map(str, outcomes))
+ranks = process_groups.ranks  # a pool of this module's own
+# Even and odd ranks take each other for ranks of two hosts.
+pytestmark = [pytest.mark.transports("hierarchical"), pytest.mark.usefixtures("transport")]
 
 
 # Collectives
 
 
-def _reduce(place):
-    start(place)
-    n = place.world_size
+@on_ranks(3)
+def test_ranks_of_several_hosts_reduce_in_each_of_them_first(comm):
+    world()
+    n = comm.world_size
     assert dist.group.WORLD._cpu.comm.backend == "hierarchical"
-    integers = torch.tensor([3 * place.rank] * 5)
+    integers = torch.tensor([3 * comm.rank] * 5)
     dist.all_reduce(integers, dist.ReduceOp.AVG)
     assert integers.tolist() == [3 * (n - 1) // 2] * 5
     part = torch.zeros(2)
@@ -63,65 +51,31 @@ def _reduce(place):
     ]
     for work in works:
         work.wait()
-    assert torch.equal(part, n * torch.arange(2.0 * n).view(n, 2)[place.rank])
+    assert torch.equal(part, n * torch.arange(2.0 * n).view(n, 2)[comm.rank])
     assert bool((columns == n).all())
-    dist.destroy_process_group()
 
 
-def test_ranks_of_several_hosts_reduce_in_each_of_them_first():
-    across_hosts("aab", _reduce)
-
-
-def _move(place):
-    start(place)
-    comm = dist.group.WORLD._cpu.comm
-    before = comm.number
-    moved = torch.full((3,), float(place.rank))
+@on_ranks(3)
+def test_what_is_only_moved_goes_to_gloo(comm):
+    world()
+    communicator = world()._cpu.comm
+    before = communicator.number
+    moved = torch.full((3,), float(comm.rank))
     dist.broadcast(moved, 1)
-    everyone = torch.zeros(3 * place.world_size)
+    everyone = torch.zeros(3 * comm.world_size)
     dist.all_gather_into_tensor(everyone, moved)
-    assert everyone.tolist() == [1.0] * 3 * place.world_size
-    parts = [torch.zeros(3) for _ in range(place.world_size)]
+    assert everyone.tolist() == [1.0] * 3 * comm.world_size
+    parts = [torch.zeros(3) for _ in range(comm.world_size)]
     dist.all_gather(parts, moved)
-    assert torch.stack(parts).tolist() == [[1.0] * 3] * place.world_size
-    assert comm.number == before  # the communicator has not been asked
+    assert torch.stack(parts).tolist() == [[1.0] * 3] * comm.world_size
+    assert communicator.number == before  # the communicator has not been asked
     dist.all_reduce(moved)
-    assert comm.number == before + 1
-    dist.destroy_process_group()
+    assert communicator.number == before + 1
 
 
-def test_what_is_only_moved_goes_to_gloo():
-    across_hosts("aab", _move)
-
-
-def _share_a_group(place):
-    """Two threads and a group, in which each reduces as many tensors as the other, of one size: the
-    ranks' calls match.
-    """
-    start(place)
-    tensors = [torch.ones(1000) for _ in range(60)]
-
-    def reduce(part: list[torch.Tensor], is_async: bool) -> None:
-        for tensor in part:
-            work = dist.all_reduce(tensor, async_op=is_async)
-            if is_async:
-                work.wait()
-
-    threads = [threading.Thread(target=reduce, args=(tensors[i::2], bool(i))) for i in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert all(bool((tensor == place.world_size).all()) for tensor in tensors)
-    dist.destroy_process_group()
-
-
-def test_threads_share_a_group():
-    across_hosts("ab", _share_a_group)
-
-
-def _chain(place):
-    start(place)
+@on_ranks(2)
+def test_what_is_chained_to_a_future_may_call_collectives(comm):
+    world()
     tensor = torch.ones(3)
     future = dist.all_reduce(tensor, async_op=True).get_future()
     # What is chained may reduce further, and wait for it.
@@ -129,11 +83,6 @@ def _chain(place):
         lambda one: dist.all_reduce(one.value()[0], async_op=True).get_future().wait()[0]
     )
     assert chained.wait().tolist() == [4.0] * 3
-    dist.destroy_process_group()
-
-
-def test_what_is_chained_to_a_future_may_call_collectives():
-    across_hosts("ab", _chain)
 
 
 def _crowded(place):
@@ -147,13 +96,14 @@ def _crowded(place):
 
 
 def test_more_ranks_on_a_host_than_shared_memory_takes_meet_over_the_network():
-    across_hosts("aa", _crowded)
+    env = {"GLOO_SOCKET_IFNAME": "lo"}
+    values_of(fresh_ranks(2, _crowded, env=env))
 
 
 # DDP
 
 
-def trained(place, hook=None, group=None):
+def trained(comm, hook=None, group=None):
     """A small model after a few steps of DDP with many buckets, and how far its ranks are apart."""
     model = DistributedDataParallel(mlp(), process_group=group, bucket_cap_mb=0.0005)
     if hook is powerSGD_hook:
@@ -165,72 +115,53 @@ def trained(place, hook=None, group=None):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     for step in range(5):
         optimizer.zero_grad()
-        backward(model, place.rank, step)
+        backward(model, comm.rank, step)
         optimizer.step()
     return parameters_to_vector(model.parameters()).detach()
 
 
-def _train(place):
-    start(place)
-    wanted = trained(place, group=dist.new_group(backend="gloo"))
-    torch.testing.assert_close(trained(place), wanted)
+@on_ranks(3)
+def test_ddp_and_its_hooks_train(comm):
+    world()
+    wanted = trained(comm, group=gloo())
+    torch.testing.assert_close(trained(comm), wanted)
     torch.testing.assert_close(
-        trained(place, default_hooks.fp16_compress_hook), wanted, rtol=1e-2, atol=1e-3
+        trained(comm, default_hooks.fp16_compress_hook), wanted, rtol=1e-2, atol=1e-3
     )
-    compressed = trained(place, powerSGD_hook)  # over Gloo it hangs where there are several buckets
+    compressed = trained(comm, powerSGD_hook)  # over Gloo it hangs where there are several buckets
     highest, lowest = compressed.clone(), compressed.clone()
     dist.all_reduce(highest, dist.ReduceOp.MAX)
     dist.all_reduce(lowest, dist.ReduceOp.MIN)
     assert torch.equal(highest, lowest)
     torch.testing.assert_close(compressed, wanted, rtol=0, atol=0.1)
-    dist.destroy_process_group()
 
 
-def test_ddp_and_its_hooks_train():
-    across_hosts("aab", _train)
-
-
-def _compute_while_a_bucket_is_under_way(place):
-    start(place)
+@on_ranks(2)
+def test_ddp_computes_while_a_bucket_is_under_way(comm):
+    world()
     first, last = nn.Linear(4, 4), nn.Linear(4, 4)
     model = DistributedDataParallel(nn.Sequential(first, last), bucket_cap_mb=1e-5)
     # The second backward has a bucket for each layer. Rank 1 comes only after rank 0 has left the
     # last layer behind.
     first.register_full_backward_hook(
-        lambda *_: dist.send(torch.zeros(1), 1) if place.rank == 0 else None
+        lambda *_: dist.send(torch.zeros(1), 1) if comm.rank == 0 else None
     )
     for _ in range(2):
         loss = model(torch.ones(1, 4)).sum()
-        if place.rank == 1:
+        if comm.rank == 1:
             dist.recv(torch.zeros(1), 0)
         loss.backward()
     del model
-    dist.destroy_process_group()
-
-
-def test_ddp_computes_while_a_bucket_is_under_way():
-    across_hosts("ab", _compute_while_a_bucket_is_under_way)
 
 
 # When it goes wrong
 
 
-def _disagree(place):
-    start(place)
-    with pytest.raises(fastcomm.MismatchError, match="rank 0: .* of 4 .*rank 1: .* of 5 "):
-        dist.all_reduce(torch.ones(4 + place.rank))
-    work = dist.all_reduce(torch.ones(4 + place.rank), async_op=True)
-    with pytest.raises(fastcomm.MismatchError):
-        work.wait()
-    assert work.is_completed() and not work.is_success()
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-def _wait_for_a_late_one(place):
-    start(place)
-    tensor = values(place, 9)
-    if place.rank == 0:
+@on_ranks(2)
+def test_a_wait_ends_at_its_own_timeout(comm):
+    world()
+    tensor = values(comm, 9)
+    if comm.rank == 0:
         work = dist.all_reduce(tensor, async_op=True)
         with pytest.raises(fastcomm.TimeoutError, match="waited 0.1 s"):
             work.wait(timedelta(seconds=0.1))
@@ -242,11 +173,6 @@ def _wait_for_a_late_one(place):
     assert torch.equal(
         tensor, ((torch.arange(9) * 2) % 5 + 1 + (torch.arange(9) * 3) % 5 + 1).float()
     )
-    dist.destroy_process_group()
-
-
-def test_a_wait_ends_at_its_own_timeout():
-    across_hosts("ab", _wait_for_a_late_one)
 
 
 def _killed_in_backward(place):
@@ -262,7 +188,7 @@ def _killed_in_backward(place):
 
 
 def test_backward_raises_when_a_rank_was_killed():
-    across_hosts("ab", _killed_in_backward, dies=1)
+    values_of(fresh_ranks(2, _killed_in_backward, transport="hierarchical"), 1)
 
 
 def _member_has_died_elsewhere(place):
@@ -280,4 +206,4 @@ def _member_has_died_elsewhere(place):
 
 
 def test_a_new_group_does_not_wait_for_a_rank_that_died_on_another_host():
-    across_hosts("aab", _member_has_died_elsewhere, dies=2)
+    values_of(fresh_ranks(3, _member_has_died_elsewhere, transport="hierarchical"), 2)

@@ -10,7 +10,7 @@ HOOK = "fastcomm/torch_backend/ddp_hook.py"
 PEERS = "fastcomm/torch_backend/peers.py"
 
 HOOK_TESTS = ("tests/backend/test_ddp_hook.py",)
-WAYS_TESTS = ("tests/backend/test_ways.py",)
+COLLECTIVES_TESTS = ("tests/backend/test_collectives.py",)
 DDP_BUCKETS = "fastcomm/torch_backend/ddp_buckets.py"
 DDP_BUCKETS_TESTS = ("tests/backend/test_ddp_buckets.py",)
 
@@ -29,7 +29,7 @@ MUTATIONS = (
         within="",
         old="frozenset(CPU_DTYPES)",
         new="frozenset(CPU_DTYPES) - {torch.float16, torch.bfloat16}",
-        tests=WAYS_TESTS,
+        tests=COLLECTIVES_TESTS,
     ),
     Mutation(
         name="backend: a poll does not end at its deadline",

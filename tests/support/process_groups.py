@@ -4,9 +4,11 @@ beside it.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterator
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
@@ -63,3 +65,26 @@ def values(comm, numel: int = 12, dtype: torch.dtype = torch.float32) -> torch.T
     products.
     """
     return ((torch.arange(numel) * (comm.rank + 2)) % 5 + 1).to(dtype)
+
+
+@contextlib.contextmanager
+def noted_all_reduces() -> Iterator[list[tuple[torch.dtype, dict[str, Any]]]]:
+    """For bodies: the dtype and the options of each all-reduce that the default group leaves to its
+    communicator meanwhile.
+    """
+    shared = world()._cpu  # type: ignore[attr-defined]
+    comm, noted = shared.comm, []
+
+    class Noting:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(comm, name)
+
+        def all_reduce(self, tensor: torch.Tensor, *arguments: Any, **options: Any) -> Any:
+            noted.append((tensor.dtype, options))
+            return comm.all_reduce(tensor, *arguments, **options)
+
+    shared.comm = Noting()
+    try:
+        yield noted
+    finally:
+        shared.comm = comm
