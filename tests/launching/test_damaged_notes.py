@@ -20,7 +20,6 @@ from fastcomm import FastcommError, InitError
 from fastcomm.comm import messages
 from fastcomm.launching import bootstrap, membership
 from fastcomm.launching.call_folder import CallFolder
-from fastcomm.transports.nccl.agreement import FACTS
 from fastcomm.transports.shm.communicator import ShmCommunicator
 from tests.support.damage import damaged_json, damaged_values
 
@@ -205,20 +204,6 @@ def test_a_file_of_a_peers_own_is_not_taken_for_its_memory(tmp_path):
     path.write_bytes(b"\0" * 2**20)
     with path.open("r+b") as file, pytest.raises(InitError, match="is no memory of fastcomm"):
         share_memory_with({"fd": file.fileno()})
-
-
-NCCL_FACTS = {"pid": 7, "host": "h", "version": 22703, "path": "/lib", "card": None}
-NCCL_FACTS |= {"device": "cuda:0", "may_share": False}
-
-
-@settings(max_examples=60, deadline=None)
-@given(damaged_json(NCCL_FACTS))
-def test_what_ranks_have_found_of_nccl_has_a_form(facts):
-    assert messages.checked(NCCL_FACTS, FACTS, "the facts")
-    try:
-        messages.read(facts, FACTS, "what rank 0 has got from rank 1", InitError)
-    except InitError as error:
-        assert str(error).startswith("what rank 0 has got from rank 1 cannot be read: ")
 
 
 # ---- the launcher's folder -----------------------------------------------------------------------

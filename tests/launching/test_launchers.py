@@ -86,21 +86,10 @@ def _describe(place):
         return comm.rank, comm.world_size, comm.local_rank, comm.backend
 
 
-@pytest.mark.parametrize("name", ENVIRONMENTS)
-def test_init_under_a_launcher_needs_no_configuration(name):
-    outcomes = fresh_ranks(2, _describe, env=environments(ENVIRONMENTS[name], 2))
+@pytest.mark.parametrize("names", [SLURM, _of_mpi("OMPI_COMM_WORLD")], ids=["srun", "OpenMPI"])
+def test_init_under_a_launcher_needs_no_configuration(names):
+    outcomes = fresh_ranks(2, _describe, env=environments(names, 2))
     assert values_of(outcomes) == [(0, 2, 0, "shm"), (1, 2, 1, "shm")]
-
-
-def test_what_torchrun_sets_comes_first():
-    env = [
-        {**theirs, **its, "OMPI_COMM_WORLD_SIZE": "7", "LOCAL_RANK": str(5 + rank)}
-        for rank, (theirs, its) in enumerate(
-            zip(environments(_of_mpi("OMPI_COMM_WORLD"), 2), torchrun_env(2), strict=True)
-        )
-    ]
-    outcomes = fresh_ranks(2, _describe, env=env)
-    assert values_of(outcomes) == [(0, 2, 5, "shm"), (1, 2, 6, "shm")]
 
 
 @pytest.fixture
@@ -111,9 +100,41 @@ def bare(monkeypatch):
     return monkeypatch
 
 
-def put_up(monkeypatch, names, **others):
-    for name, value in {**environments(names, 2)[0], **others}.items():
+def put_up(monkeypatch, names, rank=0, **others):
+    for name, value in {**environments(names, 2)[rank], **others}.items():
         monkeypatch.setenv(name, value)
+
+
+@pytest.mark.parametrize("name", ENVIRONMENTS)
+def test_a_launcher_says_which_rank_this_is_and_where_ranks_meet(bare, name):
+    put_up(bare, ENVIRONMENTS[name], rank=1)
+    found = launchers.launcher()
+    assert [launchers.number(one) for one in (found.rank, found.world_size)] == [1, 2]
+    assert launchers.local_rank(None, None) == 1
+    assert re.match("tcp://localhost:|file:///", launchers.meeting_point(found, 2))
+
+
+def test_what_torchrun_sets_comes_first(bare):
+    put_up(bare, _of_mpi("OMPI_COMM_WORLD"), RANK="1", LOCAL_RANK="5")
+    assert launchers.launcher() is launchers.TORCHRUN
+    assert launchers.local_rank(None, None) == 5
+
+
+@pytest.mark.parametrize(
+    "name, value, words",
+    [
+        ("RANK", None, "RANK is not set.*-m fastcomm run.*under torchrun.*init_method="),
+        *((name, None, f"{name} is not set") for name in ("WORLD_SIZE", "MASTER_ADDR")),
+        ("MASTER_PORT", None, "MASTER_PORT is not set"),
+        *((name, "two", f"{name} must be .*'two'") for name in ("RANK", "WORLD_SIZE")),
+    ],
+)
+def test_a_part_of_torchruns_environment_is_not_enough(bare, name, value, words):
+    for one, its in {**torchrun_env(1)[0], name: value}.items():
+        if its is not None:
+            bare.setenv(one, its)
+    with pytest.raises(InitError, match=words):
+        fastcomm.init(timeout=SOON)
 
 
 def test_ranks_of_mpi_on_several_hosts_are_asked_for_an_address(bare):
@@ -126,22 +147,14 @@ def test_ranks_of_mpi_on_several_hosts_are_asked_for_an_address(bare):
     assert launchers.meeting_point(launchers.launcher(), 2) == "tcp://node1:4321"
 
 
-@pytest.mark.parametrize("port", ["65536", "0", "", "-1", " 80", "http"])
-def test_a_port_that_is_none_is_refused(bare, port):
-    put_up(bare, MPICH, MASTER_ADDR="node1", MASTER_PORT=port)
-    with pytest.raises(InitError, match=f"MASTER_PORT must be .*; it is '?{port}'?$"):
-        fastcomm.init(timeout=SOON)
-
-
 def _describe_rank_of_a_task(place):
     """A task of srun's, or of mpirun's, that starts ranks itself."""
     with fastcomm.init(init_method=place.init_method, rank=place.rank, world_size=2) as comm:
         return comm.local_rank
 
 
-@pytest.mark.parametrize("names", [SLURM, _of_mpi("OMPI_COMM_WORLD"), MPICH])
-def test_ranks_that_one_task_starts_itself_have_local_ranks_of_their_own(names):
-    env = environments(names, 1)[0]
+def test_ranks_that_one_task_starts_itself_have_local_ranks_of_their_own():
+    env = environments(SLURM, 1)[0]
     assert values_of(fresh_ranks(2, _describe_rank_of_a_task, env=env)) == [0, 1]
 
 
@@ -159,10 +172,9 @@ def _describe_worker_of_ray(place, backend):
     return described
 
 
-@pytest.mark.parametrize("backend", ["gloo", "fastcomm"])
-def test_workers_of_ray_have_a_group_at_the_same_meeting_point(backend):
+def test_workers_of_ray_have_a_group_at_the_same_meeting_point():
     """What Ray Train does before a worker's loop, as ci/launchers.sh has it do."""
-    outcomes = fresh_ranks(2, _describe_worker_of_ray, backend, env=torchrun_env(2))
+    outcomes = fresh_ranks(2, _describe_worker_of_ray, "fastcomm", env=torchrun_env(2))
     assert values_of(outcomes) == [(0, 2, 0, "shm"), (1, 2, 1, "shm")]
 
 
@@ -172,13 +184,10 @@ def _describe_told_its_rank(place):
 
 
 def test_a_rank_may_be_told_where_the_environment_says_the_rest():
-    env = {**torchrun_env(2)[0], "RANK": None, "LOCAL_RANK": None}
+    """Also where a variable that torchrun has left promises a store."""
+    said = {"RANK": None, "LOCAL_RANK": None, "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    env = {**torchrun_env(2)[0], **said}
     assert values_of(fresh_ranks(2, _describe_told_its_rank, env=env)) == [(0, 2), (1, 2)]
-
-
-def test_a_variable_that_torchrun_has_left_promises_no_store():
-    env = [{**its, "TORCHELASTIC_USE_AGENT_STORE": "True"} for its in torchrun_env(2)]
-    assert values_of(fresh_ranks(2, _describe, env=env)) == [(0, 2, 0, "shm"), (1, 2, 1, "shm")]
 
 
 @pytest.mark.parametrize(
@@ -196,24 +205,29 @@ def test_an_address_may_be_spelt_in_any_usual_way(bare, address, place):
     assert launchers.meeting_point(launchers.launcher(), 2) == place
 
 
-@pytest.mark.parametrize("address", ["", " ", "node1:4321", "[::1]:4321", "http://node1", "a b"])
-def test_what_is_no_address_is_refused(bare, address):
-    put_up(bare, MPICH, MASTER_ADDR=address)
-    words = f"MASTER_ADDR must be the name or the address .*; it is {re.escape(repr(address))}"
-    with pytest.raises(InitError, match=words):
+PORT, ADDRESS = "MASTER_PORT must be ", "MASTER_ADDR must be the name or the address "
+LIST = "the first host of SLURM's list .* must be the name "
+
+
+@pytest.mark.parametrize(
+    "names, name, value, words",
+    [
+        *((MPICH, "MASTER_PORT", port, PORT) for port in ("65536", "0", "", "-1", " 80", "http")),
+        *((MPICH, "MASTER_ADDR", host, ADDRESS) for host in ("", " ", "node1:80", "[::1]:80")),
+        *((MPICH, "MASTER_ADDR", host, ADDRESS) for host in ("http://node1", "a b")),
+        *((SLURM, "SLURM_STEP_NODELIST", hosts, LIST) for hosts in ("node[1-3", "node[]", "[")),
+    ],
+)
+def test_what_is_no_address_is_refused(bare, names, name, value, words):
+    place = {"MASTER_ADDR": "node1"} if name == "MASTER_PORT" else {}
+    put_up(bare, names, **place, **{name: value})
+    with pytest.raises(InitError, match=f"{words}.*it is .*{re.escape(value[:4])}"):
         fastcomm.init(timeout=SOON)
 
 
 def test_ranks_meet_at_an_address_of_version_6_in_brackets():
     env = [{**its, "MASTER_ADDR": "[::1]"} for its in torchrun_env(2)]
     assert values_of(fresh_ranks(2, _describe, env=env)) == [(0, 2, 0, "shm"), (1, 2, 1, "shm")]
-
-
-@pytest.mark.parametrize("hosts", ["node[1-3", "node[]", "[", ","])
-def test_a_list_of_slurms_that_names_no_host_is_refused(bare, hosts):
-    put_up(bare, SLURM, SLURM_STEP_NODELIST=hosts, SLURM_JOB_ID="1234567")
-    with pytest.raises(InitError, match="the first host of SLURM's list .* must be the name"):
-        fastcomm.init(timeout=SOON)
 
 
 @pytest.fixture
