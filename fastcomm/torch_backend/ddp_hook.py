@@ -15,30 +15,25 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fastcomm.comm.collective import LINEAR_OPS, Op, canonical_op, complex_refusal
 from fastcomm.comm.communicator import Communicator, Work
 from fastcomm.comm.lifetime import again
 from fastcomm.errors import FastcommError
 
 
 class HookState:
-    """The state of all_reduce_hook: one for each DistributedDataParallel.
+    """The state of all_reduce_hook, which averages: one for each DistributedDataParallel.
 
     comm: a communicator of the same ranks as the process group of DDP, on the device of the model.
     wire_dtype: reduce in this dtype (torch.bfloat16, torch.float16); the gradients keep their own.
-    op: "mean", as DDP without a hook, or another op of the communicator.
     """
 
-    def __init__(
-        self, comm: Communicator, *, wire_dtype: torch.dtype | None = None, op: Op = "mean"
-    ) -> None:
+    def __init__(self, comm: Communicator, *, wire_dtype: torch.dtype | None = None) -> None:
         if wire_dtype not in (None, torch.float32, torch.float16, torch.bfloat16):
             raise ValueError(
                 "wire_dtype must be torch.bfloat16, torch.float16 or torch.float32; got "
                 f"{wire_dtype!r}"
             )
         self.comm = comm
-        self.op = canonical_op(op)
         self.wire_dtype = wire_dtype
         self._under_way: deque[_Reduction] = deque()
         self._wires: dict[int, Tensor] = {}  # by bucket
@@ -104,16 +99,9 @@ def all_reduce_hook(
         state._under_way.clear()  # left by a backward that raised
     buffer = bucket.buffer()
     wire = state._wire_of(bucket.index(), buffer)
-    op = state.op
-    if op not in LINEAR_OPS and any(p.is_complex() for p in bucket.parameters()):
-        raise TypeError(complex_refusal("complex gradients", op))  # DDP hands them out as pairs
-    if wire is not buffer:
-        if op == "mean":  # scaled and cast in one pass
-            torch.mul(buffer, 1.0 / state.comm.world_size, out=wire)
-            op = "sum"
-        else:
-            wire.copy_(buffer)
-    work = state.comm.all_reduce(wire, op, async_op=True)
+    if wire is not buffer:  # scaled and cast in one pass
+        torch.mul(buffer, 1.0 / state.comm.world_size, out=wire)
+    work = state.comm.all_reduce(wire, "mean" if wire is buffer else "sum", async_op=True)
     assert work is not None  # for the type checker: async_op was asked for
     reduction = _Reduction(state, buffer, wire, work)
     state._under_way.append(reduction)

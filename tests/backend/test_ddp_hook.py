@@ -78,18 +78,6 @@ def test_the_hook_reduces_in_the_wire_dtype(comm):
 
 
 @on_ranks(2)
-def test_the_hook_reduces_with_another_op(comm):
-    model = mlp()
-    expected = [
-        gradient * comm.world_size for gradient in mean_gradients(model, comm.world_size, backward)
-    ]
-    ddp = _ddp(model)
-    ddp.register_comm_hook(fastcomm.HookState(comm, op="sum"), fastcomm.all_reduce_hook)
-    backward(ddp, comm.rank)
-    assert_gradients(model, expected)
-
-
-@on_ranks(2)
 def test_parameters_a_rank_does_not_use_get_the_mean_under_the_hook(comm):
     model = Heads(2)
     expected = mean_gradients(

@@ -19,8 +19,8 @@ MUTATIONS = (
         name="backend: DDP's hook divides a sum",
         file=HOOK,
         within="all_reduce_hook",
-        old='op = "sum"',
-        new='op = "mean"',
+        old='else "sum"',
+        new='else "mean"',
         tests=HOOK_TESTS,
     ),
     Mutation(

@@ -206,13 +206,3 @@ def test_what_complex_numbers_do_not_have_is_refused_by_name(comm):
     half = nn.Parameter(torch.ones(2, dtype=torch.complex32))
     with pytest.raises(ValueError, match=r"tiny is torch.complex32; only gradients of"):
         fastcomm.Reducer(comm).attach([("tiny", half)])
-
-
-@pytest.mark.transports("shm")
-@on_ranks(2)
-def test_ddps_hook_refuses_the_greatest_of_pairs(comm):
-    ddp = DistributedDataParallel(Spectral(), process_group=gloo(), find_unused_parameters=True)
-    state = fastcomm.HookState(comm, op="max")
-    ddp.register_comm_hook(state, fastcomm.all_reduce_hook)
-    with pytest.raises(TypeError, match="op max of complex gradients is not possible"):
-        ddp(0).backward()
