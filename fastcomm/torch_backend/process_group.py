@@ -28,7 +28,7 @@ from torch.distributed import PrefixStore, ReduceOp  # type: ignore[attr-defined
 
 from fastcomm.comm.autograd_stack import caller_is_called_by_autograd
 from fastcomm.comm.collective import CPU_DTYPES, REDUCTIONS, refuse_without_memory
-from fastcomm.errors import FastcommError, InitError, PeerLostError
+from fastcomm.errors import InitError, PeerLostError
 from fastcomm.launching.bootstrap import Caller, count_as_finished, own_part, said_of
 from fastcomm.launching.rendezvous import connect
 from fastcomm.torch_backend.ddp_buckets import lend_memory_to_ddp
@@ -45,10 +45,6 @@ from fastcomm.torch_backend.work import (
 
 NAME = "fastcomm"
 _INIT = Caller("init_process_group")
-_NO_RECONFIGURE = (
-    f"a group of the backend {NAME!r} cannot be reconfigured: leave enable_reconfigure out; when "
-    "ranks are lost, destroy_process_group() and init_process_group() make a new one"
-)
 _NEW_GROUP = Caller(
     "new_group", "do all ranks call new_group for the same groups, in the same order?"
 )
@@ -86,7 +82,11 @@ class ProcessGroup(dist.ProcessGroup):
         missing, and names it; on a rank that asks for a group to be reconfigured later, too.
         """
         if getattr(options, "enable_reconfigure", False):  # not before torch 2.15
-            raise InitError(_NO_RECONFIGURE)
+            raise InitError(
+                f"a group of the backend {NAME!r} cannot be reconfigured: leave enable_reconfigure "
+                "out; when ranks are lost, destroy_process_group() and init_process_group() make a "
+                "new one"
+            )
         super().__init__(options.group_rank, options.group_size)  # type: ignore[call-arg]
         # Ranks may begin again on a store that has outlived a group of the same name: its keys are
         # not for this group.
@@ -183,14 +183,6 @@ class ProcessGroup(dist.ProcessGroup):
 
     # Torch 2.15 would reconfigure Gloo's engine, and leave the communicators as they are.
     supports_reconfigure = False
-
-    def get_reconfigure_handle(self) -> str:
-        """Raises FastcommError: see _NO_RECONFIGURE."""
-        raise FastcommError(_NO_RECONFIGURE)
-
-    def reconfigure(self, opts: Any) -> c10d.Work:
-        """Refuses, as get_reconfigure_handle does."""
-        raise FastcommError(_NO_RECONFIGURE)
 
     # -- which way --
 

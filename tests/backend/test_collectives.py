@@ -103,38 +103,6 @@ def test_an_all_reduce_goes_on_while_its_caller_waits_for_something_else(comm):
     assert torch.equal(tensor, total_of(comm, 300_000))
 
 
-COLLECTIVES = {
-    "all_reduce": lambda n: dist.all_reduce(torch.ones(9), async_op=True),
-    "broadcast": lambda n: dist.broadcast(torch.ones(9), 1, async_op=True),
-    "all_gather": lambda n: dist.all_gather(
-        [torch.zeros(9) for _ in range(n)], torch.ones(9), async_op=True
-    ),
-    "all_gather_into_tensor": lambda n: dist.all_gather_into_tensor(
-        torch.zeros(9 * n), torch.ones(9), async_op=True
-    ),
-    "reduce_scatter": lambda n: dist.reduce_scatter(
-        torch.zeros(9), [torch.ones(9)] * n, async_op=True
-    ),
-    "reduce_scatter_tensor": lambda n: dist.reduce_scatter_tensor(
-        torch.zeros(9), torch.ones(9 * n), async_op=True
-    ),
-    "barrier": lambda n: dist.barrier(async_op=True),
-}
-
-
-@pytest.mark.parametrize("name", COLLECTIVES)
-@on_ranks(2)
-def test_an_async_collective_waits_for_nobody(comm, name):
-    world()
-    if comm.rank == 1:
-        dist.recv(torch.zeros(1), 0)  # comes only after rank 0's call has returned
-    work = COLLECTIVES[name](comm.world_size)
-    if comm.rank == 0:
-        assert not work.is_completed()
-        dist.send(torch.zeros(1), 1)
-    assert work.wait() and work.is_completed()
-
-
 @on_ranks(2)
 def test_a_wait_ends_at_its_timeout_though_another_thread_waits(comm):
     world()
@@ -160,51 +128,6 @@ def test_coalesced_all_reduces_give_what_single_ones_give(comm):
     dist.all_reduce_coalesced(tensors)
     for tensor in tensors:
         assert torch.equal(tensor, total_of(comm, tensor.numel()))
-
-
-@on_ranks(2, 3)
-def test_broadcast_from_every_rank(comm):
-    world()
-    for source in range(comm.world_size):
-        tensor = torch.full((3, 4), comm.rank, dtype=torch.float32).t()
-        dist.broadcast(tensor, source)
-        assert torch.equal(tensor, torch.full((4, 3), float(source)))
-        assert dist.broadcast(tensor, source, async_op=True).get_future().wait()[0] is tensor
-
-
-@on_ranks(2, 3)
-def test_all_gather_gives_what_gloo_gives(comm):
-    for async_op in (False, True):
-        found = []
-        for group in (world(), gloo()):
-            parts = [torch.zeros(3, 4) for _ in range(comm.world_size)]
-            work = dist.all_gather(parts, values(comm).view(3, 4), group=group, async_op=async_op)
-            if async_op:
-                work.wait()
-            found.append(torch.stack(parts))
-        assert torch.equal(*found)
-
-
-@on_ranks(2, 3)
-def test_all_gather_into_tensor_gives_what_gloo_gives(comm):
-    ours, wanted = (torch.zeros(comm.world_size * 3, 4) for _ in range(2))
-    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    gather(ours, values(comm).view(3, 4), group=world())
-    gather(wanted, values(comm).view(3, 4), group=gloo())
-    assert torch.equal(ours, wanted)
-
-
-@on_ranks(2, 3)
-def test_reduce_scatter_takes_a_list_or_one_tensor(comm):
-    world()
-    numel = 4 * comm.world_size
-    wanted = total_of(comm, numel).view(comm.world_size, 4)[comm.rank]
-    from_list, from_tensor = torch.zeros(4), torch.zeros(4)
-    dist.reduce_scatter(from_list, list(values(comm, numel).view(comm.world_size, 4)))
-    (getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor)(
-        from_tensor, values(comm, numel)
-    )
-    assert torch.equal(from_list, wanted) and torch.equal(from_tensor, wanted)
 
 
 @on_ranks(2)
@@ -326,36 +249,80 @@ def test_the_thread_that_makes_progress_ends_with_its_group():
 # ---- results are in place once a work says that it is completed ----
 
 
-def _gather_a_list(comm):
+def _gather_a_list(comm, is_async=True):
     rows = [torch.zeros(3) for _ in range(comm.world_size)]
-    work = dist.all_gather(rows, torch.full((3,), 1.0 + comm.rank), async_op=True)
+    work = dist.all_gather(rows, torch.full((3,), 1.0 + comm.rank), async_op=is_async)
     return work, rows, [[1.0 + rank] * 3 for rank in range(comm.world_size)]
 
 
-def _reduce_a_tensor_with_gaps(comm):
+def _gather_into_a_tensor(comm, is_async=True):
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    whole = torch.zeros(comm.world_size, 2)
+    work = gather(whole, torch.full((1, 2), 1.0 + comm.rank), async_op=is_async)
+    return work, [whole], [[[1.0 + rank] * 2 for rank in range(comm.world_size)]]
+
+
+def _reduce_a_tensor_with_gaps(comm, is_async=True):
     column = torch.ones(3, 2)[:, 0]
-    work = dist.all_reduce(column, async_op=True)
+    work = dist.all_reduce(column, async_op=is_async)
     return work, [column], [[float(comm.world_size)] * 3]
 
 
-def _broadcast_a_tensor_with_gaps(comm):
+def _broadcast_a_tensor_with_gaps(comm, is_async=True):
     column = torch.full((3, 2), 1.0 + comm.rank)[:, 0]
-    return dist.broadcast(column, 1, async_op=True), [column], [[2.0] * 3]
+    return dist.broadcast(column, 1, async_op=is_async), [column], [[2.0] * 3]
 
 
-def _reduce_and_scatter_into_a_column(comm):
+def _reduce_and_scatter_into_a_column(comm, is_async=True):
+    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     column = torch.zeros(3, 2)[:, 0]
-    whole = torch.ones(3 * comm.world_size)
-    work = dist.reduce_scatter_tensor(column, whole, async_op=True)
-    return work, [column], [[float(comm.world_size)] * 3]
+    whole = torch.arange(comm.world_size).repeat_interleave(3).float()
+    work = scatter(column, whole, async_op=is_async)
+    return work, [column], [[float(comm.world_size * comm.rank)] * 3]
+
+
+def _reduce_and_scatter_a_list(comm, is_async=True):
+    part, parts = torch.zeros(2), [torch.full((2,), float(to)) for to in range(comm.world_size)]
+    work = dist.reduce_scatter(part, parts, async_op=is_async)
+    return work, [part], [[float(comm.world_size * comm.rank)] * 2]
+
+
+def _wait_for_all(comm, is_async=True):
+    return dist.barrier(async_op=is_async), [], []
 
 
 BEGIN = (
     _gather_a_list,
+    _gather_into_a_tensor,
     _reduce_a_tensor_with_gaps,
     _broadcast_a_tensor_with_gaps,
     _reduce_and_scatter_into_a_column,
+    _reduce_and_scatter_a_list,
 )
+
+
+@pytest.mark.parametrize("begin", BEGIN)
+@on_ranks(2, 3)
+def test_a_collective_puts_its_results_where_the_caller_wants_them(comm, begin):
+    world()
+    for is_async in (False, True):
+        work, tensors, wanted = begin(comm, is_async)
+        if is_async:
+            assert work.wait()
+        assert [tensor.tolist() for tensor in tensors] == wanted
+
+
+@pytest.mark.parametrize("begin", [*BEGIN, _wait_for_all])
+@on_ranks(2)
+def test_an_async_collective_waits_for_nobody(comm, begin):
+    world()
+    if comm.rank == 1:
+        dist.recv(torch.zeros(1), 0)  # comes only after rank 0's call has returned
+    work = begin(comm)[0]
+    if comm.rank == 0:
+        assert not work.is_completed()
+        dist.send(torch.zeros(1), 1)
+    assert work.wait() and work.is_completed()
 
 
 @pytest.mark.parametrize("begin", BEGIN)

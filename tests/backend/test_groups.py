@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fastcomm.errors import FastcommError, InitError
+from fastcomm.errors import InitError
 from tests.support import process_groups
 from tests.support.outcomes import values_of
 from tests.support.process_groups import start, world
@@ -52,6 +52,7 @@ def test_a_group_may_be_made_beside_a_default_one_over_gloo():
 def test_the_group_says_its_name(comm):
     assert dist.get_backend(world()) == "fastcomm"
     assert world().name() == "fastcomm"
+    assert not world().supports_reconfigure
 
 
 def _begin_quietly(place):
@@ -85,14 +86,6 @@ def _ask_for_a_group_that_can_be_reconfigured(place):
 )
 def test_a_group_that_can_be_reconfigured_is_refused_at_once():
     values_of(fresh_ranks(2, _ask_for_a_group_that_can_be_reconfigured))
-
-
-@on_ranks(2)
-def test_a_group_says_that_it_cannot_be_reconfigured(comm):
-    assert not world().supports_reconfigure
-    for call in (world().get_reconfigure_handle, lambda: world().reconfigure(None)):
-        with pytest.raises(FastcommError, match="cannot be reconfigured"):
-            call()
 
 
 def _begin_and_end_twice(place):
