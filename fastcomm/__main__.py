@@ -129,7 +129,10 @@ def add_run(commands: Commands) -> None:
         help="default: one for each GPU, else one for each physical core, but at most 64",
     )
     of_run.add_argument(
-        "--threads", type=int, metavar="N", help="of each rank; default: its share of the cores"
+        "--threads",
+        type=int,
+        metavar="N",
+        help="of each rank; default: as OMP_NUM_THREADS says, else its share of the cores",
     )
     of_run.add_argument(
         "--replace",
@@ -220,16 +223,14 @@ def diagnose(folder: Path | None, pids: list[int] | None) -> int:
 
 
 def demo(arguments: list[str]) -> NoReturn:
-    """On two ranks, the cores divided between them."""
+    """On two ranks."""
     path = script("examples", "train_gpt")
     sys.path.insert(0, str(path.parent))
     # What is wrong with the arguments is said once, not by each rank.
     importlib.import_module("train_gpt").parse_options(arguments)
     if "RANK" in os.environ:  # as a rank that a launcher has started
         become(str(path), *arguments)
-    n_threads = os.environ.get("OMP_NUM_THREADS")
-    threads = ["--threads", n_threads] if n_threads else []
-    become("-m", "fastcomm", "run", "--plain", "--ranks", "2", *threads, str(path), *arguments)
+    become("-m", "fastcomm", "run", "--plain", "--ranks", "2", str(path), *arguments)
 
 
 def script(folder: str, name: str) -> Path:

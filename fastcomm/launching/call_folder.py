@@ -1,15 +1,10 @@
 """CallFolder: what a launcher and the ranks that it has started leave each other: the call, and
 what each rank has returned or raised.
-
-A launcher removes its folder in the end. That of one that was killed goes when the next launcher
-starts: each holds a lock on its own, which ends with the process.
 """
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
-import os
 import pickle
 import shutil
 import tempfile
@@ -20,8 +15,6 @@ from typing import Any, NamedTuple
 from fastcomm.comm import messages
 from fastcomm.errors import FastcommError
 from fastcomm.launching import launchers
-
-_PREFIX = "launch-"
 
 
 class Raised(NamedTuple):
@@ -96,35 +89,12 @@ def _raised(rank: int, path: Path) -> Raised:
 
 @contextlib.contextmanager
 def new_folder() -> Iterator[CallFolder]:
-    """A locked folder for one launcher, removed at the end of the block. Removes what killed
-    launchers have left. Raises InitError where there is no place for it.
+    """A folder for one launcher, which no other user can open, removed at the end of the block.
+    Raises InitError where there is no place for it.
     """
-    home = launchers.own_folder()
-    with contextlib.ExitStack() as ours:
-        with contextlib.ExitStack() as starting:
-            # Between its making and its lock, a folder looks as one that was left.
-            with _in_folder():
-                _lock(home, fcntl.LOCK_EX, starting)
-                _remove_left(home)
-                path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=home))
-                _lock(path, fcntl.LOCK_EX, ours)
-            ours.callback(shutil.rmtree, path, ignore_errors=True)  # while it is locked
-        yield CallFolder(path)
-
-
-def _remove_left(home: Path) -> None:
-    for path in home.glob(f"{_PREFIX}*"):
-        with contextlib.ExitStack() as looking, contextlib.suppress(FileNotFoundError):
-            if _lock(path, fcntl.LOCK_EX | fcntl.LOCK_NB, looking):
-                shutil.rmtree(path, ignore_errors=True)
-
-
-def _lock(folder: Path, how: int, until: contextlib.ExitStack) -> bool:
-    """False if another process holds the lock, or the file system has none."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    until.callback(os.close, descriptor)
+    with _in_folder():
+        path = Path(tempfile.mkdtemp(prefix="fastcomm-launch-"))
     try:
-        fcntl.flock(descriptor, how)
-    except OSError:
-        return False
-    return True
+        yield CallFolder(path)
+    finally:
+        shutil.rmtree(path, ignore_errors=True)

@@ -103,9 +103,7 @@ class Processes:
             self._send(signal.SIGKILL)
             for process in self._running.values():
                 process.wait()
-        while self._running:
-            ended |= self.ended()
-        return ended
+        return ended | self.ended()
 
     def _send(self, number: int, to_rank_alone: bool = False) -> None:
         """Sends a signal to every rank and, unless to it alone, to the processes of its group."""

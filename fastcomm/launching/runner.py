@@ -50,7 +50,8 @@ def launch(
     args: positional ones; functools.partial(function, lr=0.1) brings others.
     ranks: None means one for each GPU or, where there is no GPU, one for each physical core, but at
         most the 64 that can share memory; a line on sys.stderr then says how many, and why.
-    threads: how many threads torch has in each. None shares out the cores.
+    threads: how many threads torch has in each. None: as many as OMP_NUM_THREADS says, or else
+        the rank's share of the cores.
 
     A script calls it under `if __name__ == "__main__":`, since the processes import it again. A
     function that a notebook has defined takes cloudpickle (`pip install cloudpickle`).
@@ -104,15 +105,18 @@ def run(
 
 
 def _numbers(ranks: int | None, threads: int | None) -> tuple[int, int]:
-    """The numbers of ranks, and of threads in each; None: what suits the machine."""
+    """The numbers of ranks, and of threads in each; None: what the environment says, or what suits
+    the machine.
+    """
     for name, given in (("ranks", ranks), ("threads", threads)):
         if not isinstance(given, (int, NoneType)):
             raise TypeError(f"{name} must be an int; got {given!r}")
-    reason = None
+    n_cores, reason = cores(), None
     if ranks is None:
-        ranks, reason = _chosen(torch.cuda.device_count(), cores())
+        ranks, reason = _chosen(torch.cuda.device_count(), n_cores)
     if threads is None:
-        threads = max(1, cores() // ranks) if ranks > 0 else 1
+        told = os.environ.get("OMP_NUM_THREADS", "")
+        threads = int(told) if told.isdecimal() else max(1, n_cores // max(1, ranks))
     if ranks < 1 or threads < 1:
         raise ValueError(f"ranks and threads must be at least 1; got {ranks} and {threads}")
     if reason is not None:

@@ -17,7 +17,6 @@ import pytest
 
 import fastcomm
 import fastcomm.__main__ as command_line
-from tests.support.forked_python import pythons
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 BENCH = ROOT / "bench"
@@ -70,8 +69,7 @@ def console(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
     monkeypatch.setattr(os, "execv", replace)
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setattr(sys, "stdout", sys.stdout)  # which --json - replaces
-    for name in ("PYTHONPATH", "OMP_NUM_THREADS"):  # which become() and demo() set
-        monkeypatch.setenv(name, os.environ.get(name, ""))
+    monkeypatch.setenv("PYTHONPATH", os.environ.get("PYTHONPATH", ""))  # which become() sets
     return Console(monkeypatch, capsys)
 
 
@@ -84,9 +82,9 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> dict[str, ModuleType]:
     return scripts | {name: importlib.import_module(f"lib.{name}") for name in libraries}
 
 
-def test_help_names_every_command(console: Console) -> None:
-    text = console.prints("--help")
-    assert all(command in text for command in ("info", "demo", "bench", "--version"))
+def test_help_names_every_command_and_benchmark(console: Console) -> None:
+    text = console.prints("--help") + console.prints("bench", "--help")
+    assert all(name in text for name in ("info", "demo", "bench", "--version", *BENCHMARKS))
 
 
 @pytest.mark.parametrize(
@@ -141,31 +139,21 @@ def test_run_asks_for_a_script_and_not_for_its_arguments(console: Console) -> No
     assert status == 2 and err.endswith("required: script\n")
 
 
-def test_the_help_of_bench_names_every_benchmark(console: Console) -> None:
-    text = console.prints("bench", "--help")
-    assert all(name in text for name in BENCHMARKS)
-
-
-@pytest.mark.parametrize("name", BENCHMARKS)
-def test_bench_becomes_the_script_with_what_follows(console: Console, name: str) -> None:
-    with pytest.raises(Replaced) as replaced:
-        console("bench", name, "--json", "x.json", "--help")
-    assert replaced.value.command == [str(BENCH / f"{name}.py"), "--json", "x.json", "--help"]
-
-
-@pytest.mark.parametrize("arguments", [("--report", "x.html"), ("--from", "a", "--plot", "b")])
-def test_bench_with_options_and_no_name_runs_all(
-    console: Console, arguments: tuple[str, ...]
+@pytest.mark.parametrize(
+    "arguments, command",
+    [
+        *((("bench", name, "--json", "x"), (f"{name}.py", "--json", "x")) for name in BENCHMARKS),
+        (("bench", "step", "--help"), ("step.py", "--help")),
+        (("bench", "--report", "x.html"), ("all.py", "--report", "x.html")),
+        (("tune", "--model", "mlp", "--help"), ("tune.py", "--model", "mlp", "--help")),
+    ],
+)
+def test_a_command_becomes_its_script_with_what_follows(
+    console: Console, arguments: tuple[str, ...], command: tuple[str, ...]
 ) -> None:
     with pytest.raises(Replaced) as replaced:
-        console("bench", *arguments)
-    assert replaced.value.command == [str(BENCH / "all.py"), *arguments]
-
-
-def test_tune_becomes_its_script_with_what_follows(console: Console) -> None:
-    with pytest.raises(Replaced) as replaced:
-        console("tune", "--model", "mlp", "--help")
-    assert replaced.value.command == [str(BENCH / "tune.py"), "--model", "mlp", "--help"]
+        console(*arguments)
+    assert replaced.value.command == [str(BENCH / command[0]), *command[1:]]
 
 
 def test_the_demo_runs_on_two_ranks(console: Console) -> None:
@@ -195,11 +183,6 @@ def test_what_a_script_is_told_is_no_question_for_help(
     monkeypatch.setattr(command_line.runner, "run", lambda *arguments: ran.append(arguments))
     status, _, _ = console("run", "train.py", "-h", "128")
     assert status == 0 and ran == [(["train.py", "-h", "128"], None, None, 0, False)]
-
-
-def test_the_first_rank_prints_the_help(console: Console, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RANK", "0")
-    assert console.prints("--help").count("usage:") == 1
 
 
 @pytest.mark.parametrize(
@@ -274,26 +257,6 @@ def test_results_that_lack_something_are_refused(
     status, _, err = console(*arguments, of=bench["step"])
     assert status == 2 and "x.json: not as this version writes results: KeyError: " in err
     assert not (tmp_path / name).exists()
-
-
-@pytest.mark.parametrize(
-    "module, arguments",
-    [("matplotlib", ("--plot", "x.svg")), ("matplotlib", ("--report", "x.html"))],
-)
-def test_what_is_not_installed_is_said_in_a_sentence(
-    console: Console,
-    bench: dict[str, ModuleType],
-    monkeypatch: pytest.MonkeyPatch,
-    module: str,
-    arguments: tuple[str, ...],
-) -> None:
-    find = importlib.util.find_spec
-    monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name: None if name == module else find(name)
-    )
-    status, _, err = console(*arguments, of=bench["step"])
-    assert status == 2 and err.count("error:") == 1
-    assert f"{module}" in err and "pip install 'fastcomm[bench]'" in err
 
 
 class Measured(ModuleType):
@@ -407,34 +370,3 @@ def test_results_are_drawn_again_without_measuring(
         console.prints("--from", str(path), "--plot", str(picture), of=main)
         assert picture.read_text().rstrip().endswith("</svg>")
         assert picture.read_bytes() == pictures[0].read_bytes()
-
-
-# The command that pip installs
-
-COMMAND = """
-import sys
-from fastcomm.__main__ import main
-
-sys.exit(main())
-"""
-TRAIN = """
-import sys, torch, fastcomm
-
-with fastcomm.init() as comm:
-    tensor = torch.ones(3)
-    comm.all_reduce(tensor)
-    if comm.rank == 0:
-        print(tensor.tolist())
-sys.exit(7)
-"""
-
-
-def test_the_installed_command_starts_ranks_and_ends_as_the_module_does(tmp_path: Path) -> None:
-    command, train = tmp_path / "bin" / "fastcomm", tmp_path / "train.py"
-    command.parent.mkdir()
-    command.write_text(COMMAND)
-    train.write_text(TRAIN)
-    run = ("run", "--ranks", "2", train)
-    by_command, by_module = pythons([(command, *run), ("-m", "fastcomm", *run)])
-    assert by_command.returncode == by_module.returncode == 7, by_command.stderr
-    assert by_command.stdout == by_module.stdout == "[rank 0] [2.0, 2.0, 2.0]\n"
