@@ -9,7 +9,6 @@ Two hosts of one rank each train the demo's model; they are network namespaces, 
 benchmark needs root's rights, and their link is limited by tc's token bucket. Ways take turns in
 every round, in random order. A turn has `every` steps, so every parameter syncs once in it. A time
 is that of the slowest rank; bytes are those that the host's interface has sent, headers included.
-"streaming" is DiLoCo with 4 fragments.
 
 The loss is that of the parameters at the end, on batches that nobody has trained on: one seed means
 the same model and the same batches in every way. Runs from the source tree only.
@@ -47,7 +46,7 @@ except ModuleNotFoundError:  # installed: --help is all there is
 PORT = 29500  # in namespaces of our own every port is free
 OUTER: dict[str, Any] = {"lr": 0.7, "momentum": 0.9, "nesterov": True}
 N_EVALUATED = 16  # batches
-BUCKET_MB = 0.25  # small ones, so that there are enough for four fragments
+BUCKET_MB = 0.25  # several of them, as in a larger model
 Begin = Callable[[fastcomm.Reducer, int], contextlib.AbstractContextManager[Any]]
 
 
@@ -55,12 +54,8 @@ def _local_sgd(reducer: fastcomm.Reducer, every: int) -> fastcomm.LocalSGD:
     return fastcomm.LocalSGD(reducer, every=every)
 
 
-def _diloco(reducer: fastcomm.Reducer, every: int, **options: Any) -> fastcomm.DiLoCo:
-    return fastcomm.DiLoCo(reducer, torch.optim.SGD, every=every, **options, **OUTER)
-
-
-def _streaming(reducer: fastcomm.Reducer, every: int) -> fastcomm.DiLoCo:
-    return _diloco(reducer, every, fragments=4)
+def _diloco(reducer: fastcomm.Reducer, every: int) -> fastcomm.DiLoCo:
+    return fastcomm.DiLoCo(reducer, torch.optim.SGD, every=every, **OUTER)
 
 
 # By name: the wire, and how ranks sync.
@@ -69,7 +64,6 @@ WAYS: dict[str, tuple[torch.dtype | None, Begin]] = {
     "local_sgd": (None, _local_sgd),
     "diloco": (None, _diloco),
     "diloco_bf16": (torch.bfloat16, _diloco),
-    "streaming": (torch.bfloat16, _streaming),
 }
 
 NAMES = {
@@ -77,7 +71,6 @@ NAMES = {
     "local_sgd": "LocalSGD",
     "diloco": "DiLoCo",
     "diloco_bf16": "DiLoCo, bfloat16",
-    "streaming": "DiLoCo, 4 fragments, bf16",
 }
 
 
@@ -181,10 +174,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--width", type=int, default=256, help="of the timed model (256)")
     parser.add_argument("--seeds", type=int, default=5, help="(5)")
     parser.add_argument("--steps", type=int, default=200, help="of a run for the loss (200)")
-    options = report.parse(parser, rounds=5)
-    if options.every % 4:
-        parser.error("--every is a multiple of 4, for four fragments")
-    return options
+    return report.parse(parser, rounds=5)
 
 
 def measure(

@@ -26,13 +26,10 @@ def main() -> None:
         model = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 4)).to(comm.device)
         torch.manual_seed(1 + comm.rank)  # from here on each rank has data of its own
 
-        # Half the bytes; small buckets, so that there are two fragments to sync in turn.
-        reducer = fastcomm.Reducer(comm, wire_dtype=torch.bfloat16, bucket_cap_mb=0.001).attach(
-            model
-        )
+        reducer = fastcomm.Reducer(comm, wire_dtype=torch.bfloat16).attach(model)  # half the bytes
         optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
         outer = {"lr": 0.7, "momentum": 0.9, "nesterov": True}
-        syncs = fastcomm.DiLoCo(reducer, torch.optim.SGD, every=options.every, fragments=2, **outer)
+        syncs = fastcomm.DiLoCo(reducer, torch.optim.SGD, every=options.every, **outer)
         with syncs:
             for step in range(1, options.steps + 1):
                 x = torch.randn(32, 16, device=comm.device)

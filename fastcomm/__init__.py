@@ -24,8 +24,7 @@ from fastcomm.errors import (
     TimeoutError,
 )
 from fastcomm.launching.runner import launch
-from fastcomm.optim.diloco import DiLoCo
-from fastcomm.optim.local_sgd import LocalSGD
+from fastcomm.optim.local_sgd import DiLoCo, LocalSGD
 from fastcomm.optim.sharded import ShardedOptimizer
 from fastcomm.reducer.features.elastic import catch_up
 from fastcomm.reducer.reducer import Reducer

@@ -55,7 +55,6 @@ LOOKS = {
     "local_sgd": ("LocalSGD", "tab:blue", "-"),
     "diloco": ("DiLoCo", "tab:green", "-"),
     "diloco_bf16": ("DiLoCo,\nbfloat16", "tab:cyan", "-"),
-    "streaming": ("DiLoCo, bfloat16,\n4 fragments", "tab:purple", "-"),
     "backend": ('backend\n"fastcomm"', "steelblue", "-"),
     "copy": ("plain copy", "silver", "-"),
     "foreach": ("torch foreach", "tab:orange", "-"),

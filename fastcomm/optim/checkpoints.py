@@ -202,6 +202,12 @@ class Saved(NamedTuple):
         values = (value for state in self.states.values() for value in state.values())
         return not any(isinstance(value, TensorShard) for value in values)
 
+    def numbered(self) -> dict[str, Any]:
+        """The state with numbers in place of the parameters, as an optimizer loads it."""
+        parameters = [p for group in self.groups for p in group["params"]]
+        states = {i: self.states[p] for i, p in enumerate(parameters) if p in self.states}
+        return {"state": states, "param_groups": numbered(self.groups)}
+
 
 def read(saved: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> Saved:
     """What state_dict(), full_state_dict() or a plain optimizer has saved, for an optimizer with

@@ -1,5 +1,6 @@
-"""LocalSGD: each rank steps by itself, and every so many steps the ranks sync and average their
-parameters (arXiv 1805.09767). Base class of DiLoCo, which averages otherwise.
+"""LocalSGD and DiLoCo: each rank steps by itself, and every so many steps the ranks sync. LocalSGD
+averages the parameters (arXiv 1805.09767). DiLoCo lets an outer optimizer step with what the ranks
+have done since the last sync (arXiv 2311.08105).
 
 Between syncs the reducer that they are given reduces nothing: a step uses this rank's own
 gradients, and ranks differ on purpose. Steps are counted by the hooks on all torch.optim
@@ -10,25 +11,22 @@ travels, and for what ends a sync.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import LBFGS, Optimizer
 
 from fastcomm.comm.transport import Transport
 from fastcomm.errors import FastcommError
-from fastcomm.optim.schedule import (
-    Schedule,
-    fragments_of,
-    refuse,
-    refuse_rounding,
-    require_reducer,
-)
-from fastcomm.optim.sync import ALL, Standing, Sync
+from fastcomm.optim import checkpoints, param_groups
+from fastcomm.optim.sync import Standing, sync
 from fastcomm.reducer import validation
 from fastcomm.reducer.bucket import Bucket
+from fastcomm.reducer.features.compatibility import Feature, check
 from fastcomm.reducer.features.local_steps import LocalSteps
 from fastcomm.reducer.optimizer_hooks import SteppedSlots
 from fastcomm.reducer.reducer import Reducer
@@ -72,49 +70,42 @@ class LocalSGD(LocalSteps):
     n_steps: int
 
     def __init__(self, reducer: Reducer, *, every: int) -> None:
-        require_reducer(type(self), reducer)
-        schedule = Schedule(every)
-        problem = None
-        try:
-            refuse(reducer, schedule)
-            refuse_rounding(reducer)
-        except (TypeError, ValueError) as error:
-            problem = error
-        self._begin(reducer, schedule, problem, {})
+        self._begin(reducer, every, self._refuse_rounding)
 
-    def _begin(
-        self,
-        reducer: Reducer,
-        schedule: Schedule,
-        problem: Exception | None,
-        options: dict[str, Any],
-    ) -> None:
-        """Compares the ranks' options, and lets this rank step alone. Collective."""
+    def _begin(self, reducer: Reducer, every: int, prepare: Callable[[], dict[str, Any]]) -> None:
+        """Compares the ranks' options, and lets this rank step alone. Collective. prepare: returns
+        more options that the ranks compare, and raises for what it cannot take.
+        """
         name = type(self).__name__
+        if not isinstance(reducer, Reducer):
+            raise TypeError(f"{name}() takes a Reducer; got {type(reducer).__name__}")
+        self.reducer = reducer
         making = validation.Call(f"{name}()", f"options of {name}", f"cannot begin its {name}")
-        described = {"every": schedule.every, "fragments": schedule.n_fragments, **options}
-        validation.compare(reducer.comm, problem, described, making)
+        with validation.agreeing(reducer.comm, making) as described:
+            _refuse(reducer, every)
+            described |= {"every": every, **prepare()}
         for bucket in reducer.buckets:
             bucket.step_checksum = 0  # parameters may differ between the ranks from here on
-        self.reducer = reducer
         self.n_steps = 0  # of this rank, that were counted
         self.n_syncs = 0  # that are over
-        self._schedule = schedule
-        self._fragments = fragments_of(reducer.buckets, schedule.n_fragments)
-        # by fragment, after how many steps all ranks had equal ones
-        self._synced_at = [0] * schedule.n_fragments
+        self._every = every
+        self._synced_at = 0  # after how many steps all ranks had equal parameters
         self._stepped: set[tuple[int, int]] = set()  # slots, since the last step was counted
         self._n_parameters = sum(len(bucket.names) for bucket in reducer.buckets)
         self._is_torn = False  # this rank alone has not applied a sync
         reducer.install(self)
         reducer.steps_alone = True
 
+    def _refuse_rounding(self) -> dict[str, Any]:
+        """Raises ValueError for a wire that rounds parameters."""
+        wire = self.reducer.options.wire_dtype
+        if any(wire not in (None, bucket.dtype) for bucket in self.reducer.buckets):
+            check(Feature.LOCAL_SGD, {Feature.ROUNDING: str(wire)})
+        return {}
+
     def __repr__(self) -> str:
-        schedule = self._schedule
-        n = schedule.n_fragments
         return (
-            f"<{type(self).__name__}: every {schedule.every} steps"
-            f"{f', {n} fragments' if n > 1 else ''}; {self.n_steps} steps, "
+            f"<{type(self).__name__}: every {self._every} steps; {self.n_steps} steps, "
             f"{self.n_syncs} syncs{'' if self.is_on else ', finished'}>"
         )
 
@@ -133,16 +124,13 @@ class LocalSGD(LocalSteps):
         if kind is None:
             self.finish()
         elif self.is_on:
-            try:
-                self.reducer.end_local_steps()
-            finally:
-                self._forget_own_gradients()
-                self.reducer.stand_still(
-                    self.reducer.attached_model(),
-                    f"a block of {type(self).__name__} was left by an exception, without a "
-                    "sync, and the ranks' parameters differ: call refresh() on every rank, "
-                    "which copies rank 0's",
-                )
+            self._end()
+            self.reducer.stand_still(
+                self.reducer.attached_model(),
+                f"a block of {type(self).__name__} was left by an exception, without a "
+                "sync, and the ranks' parameters differ: call refresh() on every rank, "
+                "which copies rank 0's",
+            )
 
     @property
     def comm(self) -> Transport:
@@ -158,10 +146,8 @@ class LocalSGD(LocalSteps):
 
     @property
     def is_agreed(self) -> bool:
-        """For the reducer: whether all parameters are equal on all ranks: no step since a sync of
-        all of them.
-        """
-        return all(n_steps == self.n_steps for n_steps in self._synced_at) and not self._stepped
+        """For the reducer: whether all parameters are equal on all ranks: no step since a sync."""
+        return self._synced_at == self.n_steps and not self._stepped
 
     # -- steps -------------------------------------------------------------------------------------
 
@@ -198,9 +184,8 @@ class LocalSGD(LocalSteps):
         self._refuse_torn()
         self._stepped.clear()
         self.n_steps += 1
-        fragment = self._schedule.fragment_at(self.n_steps)
-        if fragment is not None:
-            self._sync(fragment, self._fragments[fragment])
+        if self.n_steps % self._every == 0:
+            self._sync()
 
     def _refuse_ended(self) -> None:
         if not self.is_on:
@@ -221,12 +206,11 @@ class LocalSGD(LocalSteps):
 
     def sync(self) -> None:
         """Agrees on all parameters now: they are equal on all ranks when it returns. Collective.
-        Fragments that have synced at this very step do not sync again. Does not move the syncs to
-        come. Raises as a sync, and FastcommError after finish().
+        If the ranks have synced at this very step, they do not sync again. Does not move the syncs
+        to come. Raises as a sync, and FastcommError after finish().
         """
         self._refuse_torn()
-        left = [i for i, n_steps in enumerate(self._synced_at) if n_steps != self.n_steps]
-        self._sync(ALL, [bucket for i in left for bucket in self._fragments[i]])
+        self._sync()
 
     def finish(self) -> None:
         """Agrees on all parameters and buffers, as sync() and average_buffers(), and lets the
@@ -239,54 +223,42 @@ class LocalSGD(LocalSteps):
             return
         self.sync()
         self.average_buffers()
-        self.reducer.remove(self)
-        self.reducer.steps_alone = False
-        self._forget_own_gradients()
+        self._end()
 
-    def _forget_own_gradients(self) -> None:
-        """Lets no optimizer step with what this rank has made by itself: it is no accumulation."""
+    def _end(self) -> None:
+        """Lets the reducer reduce again, and no optimizer step with what this rank has made by
+        itself: it is no accumulation.
+        """
+        self.reducer.end_local_steps()
         self.reducer.n_unsynced = 0
         for bucket in self.reducer.buckets:
             bucket.gradient_state.begin_period()
 
-    def let_go(self) -> None:
-        """For the reducer: lets the ranks step together again, without a sync."""
-        self.reducer.steps_alone = False
-
-    def _sync(self, fragment: int, buckets: list[Bucket]) -> None:
-        """Agrees on these buckets. What a signal handler raises meanwhile is raised afterwards, if
-        the other ranks count on this one.
+    def _sync(self) -> None:
+        """What a signal handler raises meanwhile is raised afterwards, if the other ranks count on
+        this one.
         """
-        sync = Sync(self.comm, buckets, Standing(self.n_steps, self.n_syncs, fragment))
-        try:
-            sync.launch(self._fill)
-            interruption = sync.finish()
-        except BaseException as error:
-            if sync.is_over and not sync.is_reduced:
-                raise
-            interruption = sync.finish() or error
+        buckets = [] if self._synced_at == self.n_steps else self.reducer.buckets
+        interruption = sync(self.comm, buckets, self._fill, Standing(self.n_steps, self.n_syncs))
         if buckets:
             self._is_torn = True
             with torch.no_grad():
-                self._apply(buckets)
+                self._apply()
             self.n_syncs += 1
-            for i in range(len(self._synced_at)):
-                if fragment in (i, ALL):
-                    self._synced_at[i] = self.n_steps
+            self._synced_at = self.n_steps
             self._is_torn = False
         if interruption is not None:
             raise interruption
 
+    @torch.no_grad()
     def _fill(self, bucket: Bucket) -> None:
         """Writes what is averaged into the bucket's views."""
-        with torch.no_grad():
-            views, parameters = views_and_parameters(bucket)
-            torch._foreach_copy_(views, parameters)
+        torch._foreach_copy_(*_views_and_parameters(bucket))
 
-    def _apply(self, buckets: Sequence[Bucket]) -> None:
+    def _apply(self) -> None:
         """Makes the parameters what the mean in the views asks for."""
-        for bucket in buckets:
-            views, parameters = views_and_parameters(bucket)
+        for bucket in self.reducer.buckets:
+            views, parameters = _views_and_parameters(bucket)
             torch._foreach_copy_(parameters, views)
 
     def average_buffers(self) -> None:
@@ -316,13 +288,13 @@ class LocalSGD(LocalSteps):
         return {
             "n_steps": self.n_steps,
             "n_syncs": self.n_syncs,
-            "synced_at": list(self._synced_at),
+            "synced_at": self._synced_at,
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes what state_dict() has given. Collective: every rank loads the same. Raises
-        ValueError if it was saved with other fragments, or of another model, and FastcommError on
-        the other ranks; MismatchError, on all, naming what differs. Nothing is loaded then.
+        ValueError if it was saved of another model, and FastcommError on the other ranks;
+        MismatchError, on all, naming what differs. Nothing is loaded then.
         """
         self._refuse_ended()
         call = f"load_state_dict() of {type(self).__name__}"
@@ -333,24 +305,142 @@ class LocalSGD(LocalSteps):
 
     def _described(self, state_dict: dict[str, Any]) -> dict[str, str]:
         """The state, as the ranks compare it. Raises ValueError for one that does not fit."""
-        if len(state_dict["synced_at"]) != len(self._fragments):
-            raise ValueError(
-                f"the state was saved with {len(state_dict['synced_at'])} fragments, and there are "
-                f"{len(self._fragments)}"
-            )
-        numbers = ("n_steps", "n_syncs", "synced_at")
-        values = [(key, validation.shown(state_dict[key])) for key in numbers]
-        return validation.contents_in_words([], values)
+        return {key: str(state_dict[key]) for key in ("n_steps", "n_syncs", "synced_at")}
 
     def _load(self, state_dict: dict[str, Any]) -> None:
         """What _described() has let pass."""
         self.n_steps, self.n_syncs = state_dict["n_steps"], state_dict["n_syncs"]
-        self._synced_at = list(state_dict["synced_at"])
+        self._synced_at = state_dict["synced_at"]
         self._stepped.clear()
         self._is_torn = False
 
 
-def views_and_parameters(bucket: Bucket) -> tuple[list[Tensor], list[Tensor]]:
+class DiLoCo(LocalSGD):
+    """Lets each rank of a reducer step with its own gradients. Every `every` steps the ranks
+    average how far they have come since, and an outer optimizer steps with it.
+
+        reducer = fastcomm.Reducer(wire_dtype=torch.bfloat16).attach(model)
+        outer = {"lr": 0.7, "momentum": 0.9, "nesterov": True}
+        with fastcomm.DiLoCo(reducer, torch.optim.SGD, every=50, **outer):
+            ...  # the loop as it is: see LocalSGD
+
+    Pseudo-gradients travel in the reducer's wire_dtype, with its error_feedback. With SGD, lr=1.0
+    and no momentum the result is LocalSGD's, up to rounding. Memory: one copy of the parameters,
+    and the outer optimizer's state.
+
+    reducer, every: see LocalSGD; wire_dtype may be any.
+    outer_optimizer: a class of torch.optim, or any function that makes an optimizer of a list of
+        parameters and `defaults`; not LBFGS. The attribute of this name is the optimizer itself,
+        for schedulers, say.
+    defaults: for outer_optimizer.
+
+    Raises as LocalSGD, and TypeError for an outer_optimizer that makes no optimizer.
+    """
+
+    outer_optimizer: Optimizer
+
+    def __init__(
+        self,
+        reducer: Reducer,
+        outer_optimizer: Callable[..., Optimizer],
+        *,
+        every: int,
+        **defaults: Any,
+    ) -> None:
+        self._begin(reducer, every, lambda: self._make_outer(outer_optimizer, defaults))
+
+    def _make_outer(
+        self, make: Callable[..., Optimizer], defaults: dict[str, Any]
+    ) -> dict[str, Any]:
+        """Copies the parameters, and makes the optimizer of the copies. Returns its options."""
+        # in the model's order, which does not depend on the buckets
+        trainable = [(name, p) for name, p in self.reducer.named_parameters() if p.requires_grad]
+        frozen = {name for bucket in self.reducer.buckets for name in bucket.names}
+        frozen -= {name for name, _ in trainable}
+        if frozen:
+            raise ValueError(
+                f"parameter {min(frozen)} was frozen after attach(): call refresh() first"
+            )
+        # equal on all ranks: what a sync averages is how far this rank's are from them
+        self._outer = {name: Parameter(p.detach().clone()) for name, p in trainable}
+        self._versions = {name: p._version for name, p in trainable}  # until the first step
+        outer = make(list(self._outer.values()), **defaults)
+        if not isinstance(outer, Optimizer):
+            raise TypeError(f"outer_optimizer must make an optimizer of torch.optim; got {outer!r}")
+        if isinstance(outer, LBFGS):
+            raise ValueError("LBFGS asks for losses, and an outer step has none: use another")
+        self.outer_optimizer = outer
+        options = param_groups.options(outer.param_groups)
+        options = {f"{key} of the outer optimizer": value for key, value in options.items()}
+        return {"outer_optimizer": type(outer).__qualname__, **options}
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        """For the reducer: raises FastcommError before the first step if a parameter is not what
+        was copied.
+        """
+        versions, self._versions = self._versions, {}
+        for name, parameter in self.reducer.named_parameters() if versions else ():
+            is_written_to = versions.get(name, parameter._version) != parameter._version
+            if is_written_to and not torch.equal(parameter, self._outer[name]):
+                self._versions = versions
+                raise FastcommError(
+                    f"parameter {name} was changed after DiLoCo() had copied it, and syncs "
+                    "would pull it back: load or change parameters first, and then make the "
+                    "DiLoCo, on every rank; or load a checkpoint of both"
+                )
+
+    @torch.no_grad()
+    def _fill(self, bucket: Bucket) -> None:
+        """Writes the pseudo-gradients into the bucket's views."""
+        views, parameters = _views_and_parameters(bucket)
+        torch._foreach_copy_(views, self._outer_of(bucket))
+        torch._foreach_sub_(views, parameters)
+
+    def _outer_of(self, bucket: Bucket) -> list[Tensor]:
+        return [self._outer[name] for name, _ in bucket.named_parameters()]
+
+    def _apply(self) -> None:
+        for bucket in self.reducer.buckets:
+            views, _ = _views_and_parameters(bucket)
+            for outer, view in zip(self._outer_of(bucket), views, strict=True):
+                outer.grad = view
+        self.outer_optimizer.step()
+        self.outer_optimizer.zero_grad()
+        for bucket in self.reducer.buckets:
+            _, parameters = _views_and_parameters(bucket)
+            torch._foreach_copy_(parameters, self._outer_of(bucket))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns LocalSGD's state, with the outer parameters and the outer optimizer's state,
+        which are equal on all ranks.
+        """
+        outer = {name: parameter.detach() for name, parameter in self._outer.items()}
+        return super().state_dict() | {
+            "outer_parameters": outer,
+            "outer_optimizer": self.outer_optimizer.state_dict(),
+        }
+
+    def _read(self, state_dict: dict[str, Any]) -> checkpoints.Saved:
+        return checkpoints.read(state_dict["outer_optimizer"], self.outer_optimizer.param_groups)
+
+    def _described(self, state_dict: dict[str, Any]) -> dict[str, str]:
+        saved: dict[str, Tensor] = state_dict["outer_parameters"]
+        _refuse_other_model(saved, self._outer)
+        outer = [(f"outer parameter {name}", tensor) for name, tensor in saved.items()]
+        names = {parameter: name for name, parameter in self._outer.items()}
+        described = super()._described(state_dict) | validation.contents_in_words(outer, [])
+        return described | checkpoints.described(self._read(state_dict), {}, names)
+
+    def _load(self, state_dict: dict[str, Any]) -> None:
+        super()._load(state_dict)
+        self._versions = {}
+        self.outer_optimizer.load_state_dict(self._read(state_dict).numbered())
+        with torch.no_grad():
+            for name, outer in self._outer.items():
+                outer.copy_(state_dict["outer_parameters"][name])
+
+
+def _views_and_parameters(bucket: Bucket) -> tuple[list[Tensor], list[Tensor]]:
     """The views of a bucket, and the parameters that belong to them; those that are gone are left
     out. Raises FastcommError naming a parameter that does not fit its view any more.
     """
@@ -359,16 +449,56 @@ def views_and_parameters(bucket: Bucket) -> tuple[list[Tensor], list[Tensor]]:
     for name, parameter, view in zip(bucket.names, bucket.parameters, bucket.views, strict=True):
         if parameter is None:
             continue
-        if (parameter.shape, parameter.dtype, parameter.device) != (
-            view.shape,
-            view.dtype,
-            view.device,
-        ):
+        kinds = [(tensor.dtype, list(tensor.shape), tensor.device) for tensor in (view, parameter)]
+        if kinds[0] != kinds[1]:
+            was, now = (f"{dtype} {shape} on {device}" for dtype, shape, device in kinds)
             raise FastcommError(
-                f"parameter {name} is {parameter.dtype} {list(parameter.shape)} on "
-                f"{parameter.device}, and was {view.dtype} {list(view.shape)} on {view.device} at "
-                "attach(): change the model before attach(), or after finish()"
+                f"parameter {name} is {now}, and was {was} at attach(): change the model before "
+                "attach(), or after finish()"
             )
         views.append(view)
         parameters.append(parameter)
     return views, parameters
+
+
+# -- what is refused -------------------------------------------------------------------------------
+
+
+def _refuse(reducer: Reducer, every: int) -> None:
+    """Raises TypeError or ValueError for what no sync can be made of."""
+    reducer.attached_model()
+    if not isinstance(every, int):
+        raise TypeError(f"every must be an int; got {every!r}")
+    if every < 1:
+        raise ValueError(f"every must be at least 1; got {every}")
+    check(Feature.LOCAL_STEPS, reducer.features())
+    is_between_steps = reducer.round is None and reducer.reduces_backwards
+    if not is_between_steps or reducer.awaits_round:
+        raise ValueError(
+            "ranks begin to step alone between two steps: outside backward() and no_sync(), and "
+            "not after a set_weight() or skip_step() whose reduction has not come"
+        )
+    for bucket in reducer.buckets:
+        slots = zip(bucket.names, bucket.parameters, bucket.views, strict=True)
+        for name, parameter, view in slots:
+            if parameter is not None and parameter.dtype != view.dtype:
+                raise ValueError(
+                    f"parameter {name} is {parameter.dtype} and its gradient {view.dtype}: syncs "
+                    "take gradients of the parameters' dtype"
+                )
+
+
+def _refuse_other_model(saved: dict[str, Tensor], present: Mapping[str, Tensor]) -> None:
+    """Raises ValueError, naming a parameter, unless both have the same names and shapes."""
+    for name in [*present, *saved]:
+        if name not in saved or name not in present:
+            where = "the state" if name not in saved else "the model"
+            raise ValueError(
+                f"{where} has no parameter {name}: load the state of the same model, with the same "
+                "frozen parameters"
+            )
+        if saved[name].shape != present[name].shape:
+            raise ValueError(
+                f"parameter {name} was saved with shape {tuple(saved[name].shape)}, and has "
+                f"{tuple(present[name].shape)}"
+            )

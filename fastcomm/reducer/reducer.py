@@ -471,7 +471,7 @@ class Reducer(ProcessBound, ReducerFlags):
         local_steps = self.find(LocalSteps)
         if local_steps is not None:
             self.remove(local_steps)
-            local_steps.let_go()
+            self.steps_alone = False
 
     def _refuse_local_steps(self, what: str) -> None:
         local_steps = self.find(LocalSteps)

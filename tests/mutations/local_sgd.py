@@ -5,7 +5,6 @@ from __future__ import annotations
 from tests.mutations.mutation import Mutation
 
 LOCAL_SGD = "fastcomm/optim/local_sgd.py"
-DILOCO = "fastcomm/optim/diloco.py"
 
 
 def _result(name: str) -> tuple[str, ...]:
@@ -16,7 +15,7 @@ def _sync(name: str) -> tuple[str, ...]:
     return (f"tests/optim/test_syncs.py::test_{name}",)
 
 
-_IN_TURN = _result("fragments_sync_in_turn")
+_DILOCO = _result("diloco_steps_where_ranks_sync_and_where_sync_is_called")
 _FAILS = _sync("a_sync_that_fails_changes_nothing")
 
 MUTATIONS = (
@@ -24,8 +23,8 @@ MUTATIONS = (
         name="local sgd: a sync is applied before all buckets are reduced",
         file=LOCAL_SGD,
         within="LocalSGD._sync",
-        old="interruption = sync.finish()\n",
-        new="self._apply(buckets)\ninterruption = sync.finish()\n",
+        old="interruption = sync(",
+        new="self._apply()\ninterruption = sync(",
         tests=_FAILS,
     ),
     Mutation(
@@ -38,10 +37,10 @@ MUTATIONS = (
     ),
     Mutation(
         name="diloco: pseudo-gradients point the other way",
-        file=DILOCO,
+        file=LOCAL_SGD,
         within="DiLoCo._fill",
         old="torch._foreach_sub_(views, parameters)",
         new=("torch._foreach_sub_(views, parameters)\ntorch._foreach_neg_(views)"),
-        tests=_IN_TURN,
+        tests=_DILOCO,
     ),
 )

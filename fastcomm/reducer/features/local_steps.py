@@ -25,12 +25,6 @@ class LocalSteps(RoundExtension):
         """For the reducer: whether all parameters are agreed on since this rank's last step."""
         raise NotImplementedError
 
-    def let_go(self) -> None:
-        """The reducer is detached. Does nothing where no sync is under way; else waits for it,
-        if the communicator still works.
-        """
-        raise NotImplementedError
-
     def refuse(self, what: str) -> None:
         """For the reducer: raises FastcommError for a call that is of no use while ranks step by
         themselves.
