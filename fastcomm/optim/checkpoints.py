@@ -7,7 +7,7 @@ other things (step), which every owner has alike.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -48,6 +48,9 @@ def pieces_of(
     return {p: part.piece for p, part in among.items() if part and part.piece}
 
 
+# -- what the ranks have ---------------------------------------------------------------------------
+
+
 @tellable
 class _Cut(NamedTuple):
     """Stands for a tensor that is cut as the parameter is."""
@@ -55,91 +58,34 @@ class _Cut(NamedTuple):
     dtype: torch.dtype
 
 
-def gather(
-    comm: Transport, parts: Sequence[Part], states: Mapping[Tensor, State], call: str
-) -> dict[int, State]:
-    """Each part's whole state, by its index; none for a parameter that was never stepped.
-    Collective. Raises as compare().
-
-    states: this rank's, by the pieces' parameters. call: the user's, for messages.
-    """
-    by_rank = compare(comm, parts, states, call)
-    whole: dict[int, State] = {}
-    slices: dict[int, list[Tensor]] = {rank: [] for rank in range(comm.world_size)}
-    for i, part in enumerate(parts):
-        for rank, (begin, end) in part.spans.items():
-            for key, value in by_rank[rank][i].items():
-                state = whole.setdefault(i, {})
-                if not isinstance(value, _Cut):
-                    state.setdefault(key, value)
-                    continue
-                if key not in state:
-                    state[key] = _empty_like(part.parameter, value.dtype)
-                target = in_memory_order(state[key])[begin:end]
-                slices[rank].append(target)
-                if rank == comm.rank and part.piece is not None:
-                    target.copy_(_flat(states[part.piece.parameter][key], part.piece.parameter))
-    for rank, tensors in slices.items():
-        if tensors:
-            validation.broadcast(comm, tensors, rank)
-    return whole
-
-
-def sharded(
-    comm: Transport, parts: Sequence[Part], states: Mapping[Tensor, State], call: str
-) -> dict[int, State]:
-    """Each part's state, by its index, with a TensorShard for each tensor that is cut; none for a
-    parameter that was never stepped. Collective. Raises as compare().
-
-    states, call: as gather().
-    """
-    by_rank = compare(comm, parts, states, call)
-    shown: dict[int, State] = {}
-    for i, (_, parameter, spans, piece) in enumerate(parts):
-        for key, value in by_rank[min(spans)][i].items() if spans else ():
-            mine = None if piece is None else states[piece.parameter][key]
-            if isinstance(value, _Cut):
-                begin = 0 if piece is None else piece.begin
-                none = torch.empty(0, dtype=value.dtype, device=parameter.device)
-                mine = TensorShard.of(parameter, begin, none if mine is None else mine)
-            shown.setdefault(i, {})[key] = value if mine is None else mine
-    return shown
-
-
-def of_zeros(part: Part) -> Part:
-    """A part as large, of zeros that have a zero gradient."""
-    if part.piece is None:
-        return part
-    zeros = Parameter(torch.zeros_like(part.piece.parameter))
-    zeros.grad = torch.zeros_like(zeros)
-    return part._replace(piece=part.piece._replace(parameter=zeros))
-
-
-def of_no_step(state: State) -> State:
-    """The state of one step of zeros, as that of none."""
-    started = {
-        key: torch.full_like(state[key], start) if isinstance(state[key], Tensor) else start
-        for key, start in _BEFORE_STEPS.items()
-        if key in state
-    }
-    return {**state, **started}
-
-
 def compare(
-    comm: Transport, parts: Sequence[Part], states: Mapping[Tensor, State], call: str
-) -> list[list[State]]:
-    """By rank and part, the state of its piece, without what is cut. Collective. Raises
+    comm: Transport, parts: Collection[Part], states: Mapping[Tensor, State], call: str
+) -> list[State]:
+    """By part, the state of the first rank that steps it, without what is cut. Collective. Raises
     MismatchError, on every rank, where ranks that step one parameter have states of different
     steps.
 
-    states, call: as gather().
+    parts: in the same order on all ranks. states: this rank's, by the pieces' parameters. call: the
+    user's, for messages.
     """
     by_rank = gather_objects(comm, [_describe(part.piece, states) for part in parts], call)
+    firsts = []
     for i, part in enumerate(parts):
-        first, *others = part.spans or [0]
+        first, *others = part.spans
+        firsts.append(by_rank[first][i])
         for rank in others:
             _refuse_mixture(part.name, first, by_rank[first][i], rank, by_rank[rank][i])
-    return by_rank
+    return firsts
+
+
+def _describe(piece: Piece | None, states: Mapping[Tensor, State]) -> State:
+    """The piece's state, without what is cut."""
+    if piece is None:
+        return {}
+    return {
+        key: _Cut(value.dtype) if _is_cut(key, value, piece.parameter) else value
+        for key, value in states.get(piece.parameter, {}).items()
+    }
 
 
 def _refuse_mixture(name: str, first: int, state: State, rank: int, other: State) -> None:
@@ -162,28 +108,111 @@ def _in_words(state: State) -> dict[str, str]:
     }
 
 
-def cut(parameter: Parameter, piece: Piece, whole: State) -> State:
-    """The piece's part of a parameter's state, which is whole, or of this rank's shards."""
-    mine: State = {}
-    for key, value in whole.items():
-        if isinstance(value, TensorShard):
-            mine[key] = value.to_local()
-        elif _is_cut(key, value, parameter):
-            mine[key] = _empty_like(piece.parameter, value.dtype)
-            in_memory_order(mine[key]).copy_(_flat(value, parameter)[piece.begin : piece.end])
-        else:
-            mine[key] = value.clone() if isinstance(value, Tensor) else value
+def sharded(
+    comm: Transport, parts: Collection[Part], states: Mapping[Tensor, State], call: str
+) -> dict[Parameter, State]:
+    """The parameters' states, with a TensorShard for each tensor that is cut; none for a parameter
+    that was never stepped. Collective. Takes and raises what compare() does.
+    """
+    shown: dict[Parameter, State] = {}
+    firsts = compare(comm, parts, states, call)
+    for (_, parameter, _, piece), first in zip(parts, firsts, strict=True):
+        mine = {} if piece is None else states.get(piece.parameter, {})
+        begin = 0 if piece is None else piece.begin
+        state = {**first, **mine}
+        for key, value in first.items():
+            if isinstance(value, _Cut):
+                none = torch.empty(0, dtype=value.dtype, device=parameter.device)
+                state[key] = TensorShard.of(parameter, begin, mine.get(key, none))
+        if state:
+            shown[parameter] = state
+    return shown
+
+
+def gather(
+    comm: Transport, parts: Collection[Part], states: Mapping[Tensor, State], call: str
+) -> dict[Parameter, State]:
+    """The parameters' whole states; none for a parameter that was never stepped. Collective. Takes
+    and raises what compare() does.
+    """
+    states_with_shards = sharded(comm, parts, states, call)
+    slices: dict[int, list[Tensor]] = {rank: [] for rank in range(comm.world_size)}
+    for part in parts:
+        state = states_with_shards.get(part.parameter, {})
+        for key, value in state.items():
+            if isinstance(value, TensorShard):
+                state[key] = _empty_like(part.parameter, value.dtype)
+                flat = in_memory_order(state[key])
+                for rank, (begin, end) in part.spans.items():
+                    slices[rank].append(flat[begin:end])
+                    if rank == comm.rank and part.piece is not None:
+                        flat[begin:end] = _flat(value.to_local(), part.piece.parameter)
+    for rank, tensors in slices.items():
+        if tensors:
+            validation.broadcast(comm, tensors, rank)
+    return states_with_shards
+
+
+def of_zeros(part: Part) -> Part:
+    """A part as large, of zeros that have a zero gradient."""
+    if part.piece is None:
+        return part
+    zeros = Parameter(torch.zeros_like(part.piece.parameter))
+    zeros.grad = torch.zeros_like(zeros)
+    return part._replace(piece=part.piece._replace(parameter=zeros))
+
+
+def of_no_step(state: State) -> State:
+    """The state of one step of zeros, as that of none."""
+    started = {
+        key: torch.full_like(state[key], start) if isinstance(state[key], Tensor) else start
+        for key, start in _BEFORE_STEPS.items()
+        if key in state
+    }
+    return {**state, **started}
+
+
+# -- what this rank steps of it --------------------------------------------------------------------
+
+
+def cut(whole: Mapping[Parameter, State], parts: Mapping[Parameter, Part]) -> dict[Tensor, State]:
+    """The states of this rank's pieces, by the pieces' parameters. whole: by parameter, each whole,
+    or of this rank's shards.
+    """
+    return {
+        piece.parameter: {
+            key: _cut(key, value, parameter, piece) for key, value in whole[parameter].items()
+        }
+        for parameter, piece in pieces_of(parts, whole).items()
+    }
+
+
+def _cut(key: str, value: Any, parameter: Parameter, piece: Piece) -> Any:
+    if isinstance(value, TensorShard):
+        return value.to_local()
+    if not _is_cut(key, value, parameter):
+        return value.clone() if isinstance(value, Tensor) else value
+    mine = _empty_like(piece.parameter, value.dtype)
+    in_memory_order(mine).copy_(_flat(value, parameter)[piece.begin : piece.end])
     return mine
 
 
-def cut_all(
-    whole: Mapping[Parameter, State], parts: Mapping[Parameter, Part]
-) -> dict[Tensor, State]:
-    """The states of this rank's pieces, by the pieces' parameters."""
-    return {
-        piece.parameter: cut(parameter, piece, whole[parameter])
-        for parameter, piece in pieces_of(parts, whole).items()
-    }
+def _is_cut(key: str, value: object, parameter: Tensor) -> bool:
+    return key != _NEVER_CUT and isinstance(value, Tensor) and value.shape == parameter.shape
+
+
+def _empty_like(parameter: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.empty_strided(
+        parameter.size(), strides_of(parameter), dtype=dtype, device=parameter.device
+    )
+
+
+def _flat(tensor: Tensor, parameter: Tensor) -> Tensor:
+    """The elements in the order in which the parameter's lie."""
+    return in_memory_order(_empty_like(parameter, tensor.dtype).copy_(tensor))
+
+
+# -- a state that was saved ------------------------------------------------------------------------
 
 
 class Saved(NamedTuple):
@@ -193,8 +222,8 @@ class Saved(NamedTuple):
     was never stepped.
     """
 
-    groups: list[dict[str, Any]]
-    states: dict[Parameter, State]
+    groups: Sequence[dict[str, Any]]
+    states: Mapping[Any, State]
 
     @property
     def is_whole(self) -> bool:
@@ -203,10 +232,15 @@ class Saved(NamedTuple):
         return not any(isinstance(value, TensorShard) for value in values)
 
     def numbered(self) -> dict[str, Any]:
-        """The state with numbers in place of the parameters, as an optimizer loads it."""
-        parameters = [p for group in self.groups for p in group["params"]]
-        states = {i: self.states[p] for i, p in enumerate(parameters) if p in self.states}
-        return {"state": states, "param_groups": numbered(self.groups)}
+        """As state_dict() has it: with numbers in place of the parameters."""
+        states: dict[int, State] = {}
+        groups, n = [], 0
+        for group in self.groups:
+            numbered = dict(enumerate(group["params"], n))
+            groups.append({**group, "params": list(numbered)})
+            states |= {i: dict(self.states[p]) for i, p in numbered.items() if p in self.states}
+            n += len(numbered)
+        return {"state": states, "param_groups": groups}
 
 
 def read(saved: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> Saved:
@@ -227,16 +261,23 @@ def read(saved: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> Saved
             "with as many parameters"
         )
     pairs = list(zip(groups, theirs, strict=True))
+    # torch.distributed.checkpoint makes strings of the numbers, beside the numbers if it has loaded
+    # what is no tensor
     parameter_of = {
-        number: parameter
+        str(number): parameter
         for mine, group in pairs
         for number, parameter in zip(group["params"], mine["params"], strict=True)
     }
-    states = states_by_number(saved, parameter_of)
-    return Saved(
-        [{**options_of(group), "params": mine["params"]} for mine, group in pairs],
-        {parameter_of[number]: state for number, state in states.items()},
-    )
+    states: dict[Parameter, State] = {}
+    for key, state in saved["state"].items():
+        if str(key) not in parameter_of:
+            raise ValueError(
+                f"the state holds something under {key!r}, which is no parameter of its own "
+                "groups: give what full_state_dict(), or the plain optimizer, has saved"
+            )
+        parameter = parameter_of[str(key)]
+        states[parameter] = states.get(parameter, {}) | state
+    return Saved([{**options_of(group), "params": mine["params"]} for mine, group in pairs], states)
 
 
 def described(
@@ -251,120 +292,67 @@ def described(
     return kind | validation.contents_in_words(*contents)
 
 
-def own_states(
-    saved: Saved, pieces: Mapping[Parameter, Piece], *, keeps_new: bool
-) -> dict[int, State]:
-    """The states of this rank's pieces, by their place among them. keeps_new: also those of no
-    step, which an optimizer of most classes makes in its first one.
-    """
-    return {
-        i: cut(p, piece, saved.states[p])
-        for i, (p, piece) in enumerate(pieces.items())
-        if p in saved.states and (keeps_new or saved.states[p].get(_NEVER_CUT) != 0)
-    }
-
-
-def states_by_number(saved: Mapping[str, Any], numbers: Iterable[Any]) -> dict[Any, State]:
-    """The parameters' states in a saved state whose groups hold these numbers.
-    torch.distributed.checkpoint makes strings of them, beside the numbers if it has loaded what is
-    no tensor. Raises ValueError for what belongs to no parameter.
-    """
-    known = {str(number): number for number in numbers}
-    strangers = [key for key in saved["state"] if str(key) not in known]
-    if strangers:
-        raise ValueError(
-            f"the state holds something under {strangers[0]!r}, which is no parameter of its own "
-            "groups: give what full_state_dict(), or the plain optimizer, has saved"
-        )
-    states: dict[Any, State] = {}
-    for key, state in saved["state"].items():
-        number = known[str(key)]
-        states[number] = states.get(number, {}) | state
-    return states
-
-
-Fits = Callable[[Tensor, Tensor], bool]  # of a state's tensor and the parameter
-
-
-def is_shaped_as(value: Tensor, parameter: Tensor) -> bool:
-    return value.shape == parameter.shape
-
-
-def is_factor_of(value: Tensor, parameter: Tensor) -> bool:
-    """Whether it is shaped as the parameter, or averaged over some of its dimensions."""
-    return value.dim() == parameter.dim() and all(
-        n in (1, whole) for n, whole in zip(value.shape, parameter.shape, strict=True)
-    )
-
-
-def refuse(
-    saved: Saved,
-    parts: Mapping[Parameter, Part],
-    names: Mapping[Parameter, str],
-    fits: Fits | None,
+def refuse_other_shards(
+    saved: Saved, parts: Mapping[Parameter, Part], names: Mapping[Parameter, str]
 ) -> None:
-    """Raises ValueError for another rank's part, and for a state that does not fit. names: of the
-    model's parameters. fits: None if the state's tensors are shaped as the class likes.
-    """
+    """Raises ValueError for another rank's part. names: of the model's parameters."""
     for parameter, state in saved.states.items():
-        part = parts.get(parameter)
+        piece = parts[parameter].piece if parameter in parts else None
+        mine = (0, 0) if piece is None else (piece.begin, piece.end)
         for key, value in state.items():
-            if isinstance(value, TensorShard):
-                what = f"{key} of parameter {names.get(parameter)}"
-                _refuse_other_shard(what, value, part and part.piece)
-    if fits is None:
-        return
-    tensors = [pair for state in saved.states.values() for pair in state.items()]
-    large = {key for key, value in tensors if isinstance(value, Tensor) and value.numel() > 1}
-    for parameter, part in parts.items():
-        refuse_misfit(part.name, parameter, saved.states.get(parameter, {}), large, fits)
+            if isinstance(value, TensorShard) and value.span != mine:
+                raise ValueError(
+                    f"the {key} of parameter {names.get(parameter)} has elements [{value.begin}, "
+                    f"{value.span[1]}) in this state, and this rank steps [{mine[0]}, {mine[1]}): "
+                    "it is another rank's part, or of other buckets. What "
+                    "torch.distributed.checkpoint or full_state_dict() has saved any rank can take"
+                )
 
 
-def _refuse_other_shard(what: str, shard: TensorShard, piece: Piece | None) -> None:
-    """Raises ValueError unless the shard has the elements that this rank steps."""
-    begin, end = shard.begin, shard.begin + shard.to_local().numel()
-    mine = (0, 0) if piece is None else (piece.begin, piece.end)
-    if (begin, end) != mine:
-        raise ValueError(
-            f"the {what} has elements [{begin}, {end}) in this state, and this rank steps "
-            f"[{mine[0]}, {mine[1]}): it is another rank's part, or of other buckets. What "
-            "torch.distributed.checkpoint or full_state_dict() has saved any rank can take"
-        )
-
-
-def refuse_misfit(
-    name: str,
-    parameter: Tensor,
-    state: State,
-    large: Container[str] = (),
-    fits: Fits = is_shaped_as,
+def refuse_misfits(
+    states: Mapping[Parameter, State], parts: Iterable[Part], *, are_cut: bool
 ) -> None:
-    """Raises ValueError if the state cannot be the parameter's, or cut as the parameter is. large:
-    keys of what has more than one element for a parameter that has.
+    """Raises ValueError naming a parameter whose state cannot be its own, or be cut as it is.
+    are_cut: tensors are shaped as the parameter; else they may be averaged over some dimensions.
     """
-    for key, value in state.items():
-        if not isinstance(value, Tensor) or not value.is_floating_point():
-            continue
-        may_be_scalar = key not in large or parameter.numel() == 1
-        if not fits(value, parameter) and not (may_be_scalar and value.numel() == 1):
-            raise ValueError(
-                f"{key} of parameter {name} has shape {list(value.shape)} in this state, and the "
-                f"parameter has {list(parameter.shape)}: the state is another model's, of another "
-                "order of parameters, or one rank's part"
-            )
+    tensors = [pair for state in states.values() for pair in state.items()]
+    large = {key for key, value in tensors if isinstance(value, Tensor) and value.numel() > 1}
+    for name, parameter, _, _ in parts:
+        for key, value in states.get(parameter, {}).items():
+            if not isinstance(value, Tensor) or not value.is_floating_point():
+                continue
+            may_be_scalar = key not in large or parameter.numel() == 1
+            if not _fits(value, parameter, are_cut) and not (may_be_scalar and value.numel() == 1):
+                raise ValueError(
+                    f"{key} of parameter {name} has shape {list(value.shape)} in this state, and "
+                    f"the parameter has {list(parameter.shape)}: the state is another model's, of "
+                    "another order of parameters, or one rank's part"
+                )
 
 
-def refuse_missing_options(optimizer: Optimizer, saved: Saved) -> None:
-    """Raises ValueError if the saved groups lack an option of the optimizer's, which it does not
-    add by itself, as torch's classes do to a state of an older version. Loads those groups.
+def _fits(value: Tensor, parameter: Tensor, are_cut: bool) -> bool:
+    if are_cut or value.dim() != parameter.dim():
+        return value.shape == parameter.shape
+    return all(n in (1, whole) for n, whole in zip(value.shape, parameter.shape, strict=True))
+
+
+def load(optimizer: Optimizer, saved: Saved, parts: Mapping[Parameter, Part]) -> None:
+    """Lets an optimizer of this rank's pieces, which has made no step, load what is theirs. Raises
+    ValueError if the saved groups lack an option of the optimizer's, which it does not add by
+    itself, as torch's classes do to a state of an older version.
     """
-    packed = numbered(optimizer.param_groups)
+    begins_with_state = bool(optimizer.state)  # as Adagrad does; most make it in their first step
+    states = {
+        parameter: state
+        for parameter, state in saved.states.items()
+        if begins_with_state or state.get(_NEVER_CUT) != 0
+    }
     groups = [
         {**options_of(theirs), "params": mine["params"]}
-        for mine, theirs in zip(packed, saved.groups, strict=True)
+        for mine, theirs in zip(optimizer.param_groups, saved.groups, strict=True)
     ]
     needed = list(optimizer.defaults)  # to which torch adds some when it loads a state
-    optimizer.load_state_dict({"state": {}, "param_groups": groups})
+    optimizer.load_state_dict(Saved(groups, cut(states, parts)).numbered())
     for i, group in enumerate(optimizer.param_groups):
         for key in needed:
             if key not in group:
@@ -374,29 +362,7 @@ def refuse_missing_options(optimizer: Optimizer, saved: Saved) -> None:
                 )
 
 
-def _describe(piece: Piece | None, states: Mapping[Tensor, State]) -> State:
-    """The piece's state, without what is cut."""
-    if piece is None:
-        return {}
-    return {
-        key: _Cut(value.dtype) if _is_cut(key, value, piece.parameter) else value
-        for key, value in states.get(piece.parameter, {}).items()
-    }
-
-
-def _is_cut(key: str, value: object, parameter: Tensor) -> bool:
-    return key != _NEVER_CUT and isinstance(value, Tensor) and value.shape == parameter.shape
-
-
-def _empty_like(parameter: Tensor, dtype: torch.dtype) -> Tensor:
-    return torch.empty_strided(
-        parameter.size(), strides_of(parameter), dtype=dtype, device=parameter.device
-    )
-
-
-def _flat(tensor: Tensor, parameter: Tensor) -> Tensor:
-    """The elements in the order in which the parameter's lie."""
-    return in_memory_order(_empty_like(parameter, tensor.dtype).copy_(tensor))
+# -- parameter groups ------------------------------------------------------------------------------
 
 
 def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -404,11 +370,10 @@ def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
     return {key: group[key] for key in group if key not in ("params", "param_names")}
 
 
-def numbered(groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The groups as state_dict() has them: with numbers in place of the parameters."""
-    packed, n = [], 0
-    for group in groups:
-        numbers = list(range(n, n + len(group["params"])))
-        packed.append({**group, "params": numbers})
-        n += len(numbers)
-    return packed
+def options_in_words(groups: Iterable[Mapping[str, Any]]) -> dict[str, str]:
+    """The groups' options, as ranks compare them."""
+    return {
+        f"{key} of group {i}": validation.shown(value)
+        for i, group in enumerate(groups)
+        for key, value in options_of(group).items()
+    }

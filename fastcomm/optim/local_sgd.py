@@ -22,7 +22,7 @@ from torch.optim import LBFGS, Optimizer
 
 from fastcomm.comm.transport import Transport
 from fastcomm.errors import FastcommError
-from fastcomm.optim import checkpoints, param_groups
+from fastcomm.optim import checkpoints
 from fastcomm.optim.sync import Standing, sync
 from fastcomm.reducer import validation
 from fastcomm.reducer.bucket import Bucket
@@ -370,7 +370,7 @@ class DiLoCo(LocalSGD):
         if isinstance(outer, LBFGS):
             raise ValueError("LBFGS asks for losses, and an outer step has none: use another")
         self.outer_optimizer = outer
-        options = param_groups.options(outer.param_groups)
+        options = checkpoints.options_in_words(outer.param_groups)
         options = {f"{key} of the outer optimizer": value for key, value in options.items()}
         return {"outer_optimizer": type(outer).__qualname__, **options}
 

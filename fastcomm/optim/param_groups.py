@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from fastcomm.errors import FastcommError
-from fastcomm.optim.checkpoints import options_of
 from fastcomm.reducer import validation
 
 
@@ -107,15 +106,6 @@ def places(groups: list[dict[str, Any]], named: Iterable[tuple[str, Parameter]])
             if parameter in names:
                 found[f"the place of parameter {names[parameter]}"] = f"group {i}, index {j}"
     return found
-
-
-def options(groups: list[dict[str, Any]]) -> dict[str, Any]:
-    """The groups' options, as ranks compare them."""
-    return {
-        f"{key} of group {i}": validation.shown(value)
-        for i, group in enumerate(groups)
-        for key, value in options_of(group).items()
-    }
 
 
 def members(groups: list[dict[str, Any]]) -> list[list[Parameter]]:

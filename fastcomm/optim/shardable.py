@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from fastcomm.optim import checkpoints
 from fastcomm.reducer.features.compatibility import Feature, check
 from fastcomm.reducer.features.shards import Sharding
 from fastcomm.reducer.reducer import Reducer
@@ -39,12 +38,10 @@ def is_elementwise(optimizer_class: object) -> bool:
     return optimizer_class in _ELEMENTWISE
 
 
-def fitting(optimizer_class: type[Optimizer], sharding: Sharding) -> checkpoints.Fits | None:
-    """How a state's tensors are shaped; None: as the class likes."""
-    if sharding.cuts:
-        return checkpoints.is_shaped_as
+def has_known_state(optimizer_class: type[Optimizer], sharding: Sharding) -> bool:
+    """Whether it is known how its state's tensors are shaped; else that is as the class likes."""
     is_torchs = f"{optimizer_class.__module__}.".startswith("torch.optim.")  # Adafactor, Muon
-    return checkpoints.is_factor_of if is_torchs else None
+    return sharding.cuts or is_torchs
 
 
 def refuse(

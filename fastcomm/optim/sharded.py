@@ -22,7 +22,7 @@ from fastcomm.comm.transport import Transport
 from fastcomm.errors import FastcommError, MismatchError
 from fastcomm.insight.phases import OPTIMIZER, OTHER, WAITING
 from fastcomm.optim import checkpoints, param_groups, shardable
-from fastcomm.optim.checkpoints import Part, options_of, pieces_of
+from fastcomm.optim.checkpoints import Part, Saved, State, options_of, pieces_of
 from fastcomm.reducer import validation
 from fastcomm.reducer.bucket import Bucket
 from fastcomm.reducer.features import shards, torch_helpers
@@ -99,7 +99,7 @@ class ShardedOptimizer(Optimizer):
         self._is_mixed = False  # the state may be of two steps
         # States that every rank has whole: of frozen parameters, which no bucket has; of all while
         # buckets change. Adagrad makes some before the first step, of frozen ones, too.
-        self._whole: dict[Any, checkpoints.State] = dict(plain.state)
+        self._whole: dict[Any, State] = dict(plain.state)
         self._parts: dict[Parameter, Part] = {}
         self._buckets: Sequence[Bucket] = []
         torch_helpers.refuse_clipping(_is_held)
@@ -134,7 +134,7 @@ class ShardedOptimizer(Optimizer):
             buffers = model.named_buffers() if isinstance(model, Module) else ()
             param_groups.refuse_shared_memory([*reducer.named_parameters(), *buffers])
             described |= param_groups.places(plain.param_groups, reducer.named_parameters())
-            described |= param_groups.options(plain.param_groups)
+            described |= checkpoints.options_in_words(plain.param_groups)
         return plain
 
     def __repr__(self) -> str:
@@ -210,8 +210,7 @@ class ShardedOptimizer(Optimizer):
     def gather_state(self) -> None:
         """For the reducer: gathers the state before the buckets go. Collective."""
         if self._buckets:
-            parameters, whole = self._parameters(), self._full_state("refresh()")
-            self._whole |= {parameters[i]: state for i, state in whole.items()}
+            self._whole = self._full_state("refresh()")
         # places_at_refresh() has refused a state that is mixed
         self._buckets, self._parts, self._is_mixed = [], {}, False
         for group in self._inner.param_groups:
@@ -223,7 +222,7 @@ class ShardedOptimizer(Optimizer):
         with validation.agreeing(self.comm, _TAKING) as described:
             described |= self._places()
             parts = self._parts_in(buckets)
-            states = checkpoints.cut_all(self._whole, parts)
+            states = checkpoints.cut(self._whole, parts)
             inner = self._inner_of(self.param_groups, parts, states)
         self._buckets, self._parts, self.is_torn = buckets, parts, False
         self._whole = {p: state for p, state in self._whole.items() if p not in self._parts}
@@ -243,16 +242,16 @@ class ShardedOptimizer(Optimizer):
                         f"parameter {name} is in no group of the ShardedOptimizer: call its "
                         "add_param_group() before refresh()"
                     )
-                if self.sharding.cuts:
-                    checkpoints.refuse_misfit(name, parameter, self._whole.get(parameter, {}))
                 parts[parameter] = Part(name, parameter, shard.spans(i), shard.pieces[i])
+        if self.sharding.cuts:
+            checkpoints.refuse_misfits(self._whole, parts.values(), are_cut=True)
         return parts
 
     def _inner_of(
         self,
         groups: Sequence[dict[str, Any]],
         parts: dict[Parameter, Part],
-        states: dict[Tensor, checkpoints.State],
+        states: dict[Tensor, State],
     ) -> Optimizer:
         """An optimizer of this rank's pieces of the groups' parameters."""
         pieces = [pieces_of(parts, group["params"]).values() for group in groups]
@@ -386,34 +385,22 @@ class ShardedOptimizer(Optimizer):
         load_state_dict() takes it. Collective.
         """
         self._compare_places("full_state_dict()")
-        return {
-            "state": self._full_state("full_state_dict()"),
-            "param_groups": checkpoints.numbered(self.param_groups),
-        }
+        return Saved(self.param_groups, self._full_state("full_state_dict()")).numbered()
 
-    def _full_state(self, call: str) -> dict[int, checkpoints.State]:
-        whole = checkpoints.gather(self.comm, self._all_parts(), self._inner.state, call)
-        return whole | self._whole_by_number()
-
-    def _all_parts(self, parts: Mapping[Parameter, Part] | None = None) -> list[Part]:
-        """By number; without spans for a parameter that no rank steps. parts: in place of mine."""
-        mine = self._parts if parts is None else parts
-        return [mine.get(p, Part("", p, {}, None)) for p in self._parameters()]
+    def _full_state(self, call: str) -> dict[Parameter, State]:
+        parts, states = self._parts.values(), self._inner.state
+        return checkpoints.gather(self.comm, parts, states, call) | self._whole
 
     def compare_state(self) -> None:
         """For the reducer: compares the state over the ranks. Collective."""
         self._compare_places("check_in_sync()")
-        checkpoints.compare(self.comm, self._all_parts(), self._inner.state, "check_in_sync()")
+        checkpoints.compare(self.comm, self._parts.values(), self._inner.state, "check_in_sync()")
 
     def _compare_places(self, call: str) -> None:
         validation.compare(self.comm, None, self._places(), validation.REFRESH._replace(name=call))
 
     def _places(self) -> dict[str, Any]:
         return param_groups.places(self.param_groups, self.reducer.named_parameters())
-
-    def _whole_by_number(self) -> dict[int, checkpoints.State]:
-        numbered = enumerate(self._parameters())
-        return {i: dict(self._whole[p]) for i, p in numbered if p in self._whole}
 
     def load_full_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes the state of full_state_dict(), from any number of ranks, or of the plain
@@ -430,23 +417,21 @@ class ShardedOptimizer(Optimizer):
         writes and reads them for any number of ranks; torch.save, for this rank of as many. Before
         the first step it is one of no step, which may be loaded into. Collective.
         """
-        return {
-            "state": self._sharded_state(_SAVING.name),
-            "param_groups": checkpoints.numbered(self.param_groups),
-        }
-
-    def _sharded_state(self, call: str) -> dict[int, checkpoints.State]:
-        self._compare_places(call)
-        shown = checkpoints.sharded(self.comm, self._all_parts(), self._inner.state, call)
+        self._compare_places(_SAVING.name)
+        shown = self._with_shards(self._parts, self._inner.state)
         if self._parts and not shown:  # no rank has made a step
-            parts, states = self._state_of_no_step(call)
-            shown = checkpoints.sharded(self.comm, parts, states, call)
-        return shown | self._whole_by_number()
+            shown = self._with_shards(*self._state_of_no_step())
+        return Saved(self.param_groups, shown | self._whole).numbered()
+
+    def _with_shards(
+        self, parts: Mapping[Parameter, Part], states: Mapping[Tensor, State]
+    ) -> dict[Parameter, State]:
+        return checkpoints.sharded(self.comm, parts.values(), states, _SAVING.name)
 
     @torch.no_grad()
-    def _state_of_no_step(self, call: str) -> tuple[list[Part], dict[Tensor, checkpoints.State]]:
+    def _state_of_no_step(self) -> tuple[dict[Parameter, Part], dict[Tensor, State]]:
         """As the class makes it for zeros in place of the parameters, each of a zero gradient."""
-        with validation.agreeing(self.comm, _SAVING._replace(name=call)):
+        with validation.agreeing(self.comm, _SAVING):
             parts = {p: checkpoints.of_zeros(part) for p, part in self._parts.items()}
             groups = [
                 copy.deepcopy(options_of(group)) | {"params": group["params"]}
@@ -455,7 +440,7 @@ class ShardedOptimizer(Optimizer):
             scratch = self._inner_of(groups, parts, {})
             scratch.step()
             states = {p: checkpoints.of_no_step(s) for p, s in scratch.state.items()}
-        return self._all_parts(parts), states
+        return parts, states
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes what state_dict() has given on this rank of as many ranks, also once
@@ -466,35 +451,19 @@ class ShardedOptimizer(Optimizer):
         with validation.agreeing(self.comm, _LOADING) as described:
             saved = checkpoints.read(state_dict, self.param_groups)
             names = {parameter: name for name, parameter in self.reducer.named_parameters()}
-            fits = shardable.fitting(self._class, self.sharding)
-            checkpoints.refuse(saved, self._parts, names, fits)
+            checkpoints.refuse_other_shards(saved, self._parts, names)
+            if shardable.has_known_state(self._class, self.sharding):
+                are_cut, parts = self.sharding.cuts, self._parts.values()
+                checkpoints.refuse_misfits(saved.states, parts, are_cut=are_cut)
             described |= checkpoints.described(saved, self._parts, names)
-            groups, inner, whole = self._loaded(saved)
-        checkpoints.compare(self.comm, self._all_parts(), inner.state, _LOADING.name)
+            inner = self._inner_of(self.param_groups, self._parts, {})
+            checkpoints.load(inner, saved, self._parts)
+            whole = {p: copy.deepcopy(s) for p, s in saved.states.items() if p not in self._parts}
+        checkpoints.compare(self.comm, self._parts.values(), inner.state, _LOADING.name)
         self._whole, self._is_mixed = whole, False
-        for mine, theirs in zip(self.param_groups, groups, strict=True):
+        for mine, theirs in zip(self.param_groups, inner.param_groups, strict=True):
             mine.update(options_of(theirs))
         self._use(inner)
-
-    def _loaded(
-        self, saved: checkpoints.Saved
-    ) -> tuple[list[dict[str, Any]], Optimizer, dict[Parameter, checkpoints.State]]:
-        """The groups, the optimizer of this rank's pieces, and the states that stay whole, as they
-        are to be when the ranks have agreed.
-        """
-        groups = [
-            {**group, **copy.deepcopy(options_of(theirs))}  # a tensor would be `saved`'s, too
-            for group, theirs in zip(self.param_groups, saved.groups, strict=True)
-        ]
-        checkpoints.refuse_missing_options(self._inner_of(groups, self._parts, {}), saved)
-        inner = self._inner_of(groups, self._parts, {})
-        pieces = pieces_of(self._parts, self._parameters())
-        begins_with_state = bool(inner.state)  # as Adagrad does
-        mine = checkpoints.own_states(saved, pieces, keeps_new=begins_with_state)
-        packed = checkpoints.numbered(inner.param_groups)
-        inner.load_state_dict({"state": mine, "param_groups": packed})
-        whole = {p: copy.deepcopy(s) for p, s in saved.states.items() if p not in self._parts}
-        return groups, inner, whole
 
 
 def _shard_of(bucket: Bucket) -> BucketShard:
@@ -502,16 +471,16 @@ def _shard_of(bucket: Bucket) -> BucketShard:
     return bucket.shard
 
 
-class _Pieces(Mapping[Tensor, checkpoints.State]):
+class _Pieces(Mapping[Tensor, State]):
     """A state by pieces, to be read. The functions of torch.distributed.checkpoint.state_dict ask
     first whether there is one. They would look for the model's parameters in it, take shards for
     whole tensors, and step an optimizer that has none.
     """
 
-    def __init__(self, state: Mapping[Tensor, checkpoints.State]) -> None:
+    def __init__(self, state: Mapping[Tensor, State]) -> None:
         self._state = dict(state)
 
-    def __getitem__(self, piece: Tensor) -> checkpoints.State:
+    def __getitem__(self, piece: Tensor) -> State:
         return self._state[piece]
 
     def __iter__(self) -> Iterator[Tensor]:

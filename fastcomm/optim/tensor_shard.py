@@ -54,9 +54,14 @@ class TensorShard(Tensor):
         """This rank's elements: a view of what the optimizer steps."""
         return self._local
 
+    @property
+    def span(self) -> tuple[int, int]:
+        """Which of the whole tensor's elements these are: [begin, end)."""
+        return self.begin, self.begin + self._local.numel()
+
     def __repr__(self) -> str:  # type: ignore[override]
-        end = self.begin + self._local.numel()
-        return f"TensorShard(elements [{self.begin}, {end}) of {list(self.shape)}: {self._local})"
+        begin, end = self.span
+        return f"TensorShard(elements [{begin}, {end}) of {list(self.shape)}: {self._local})"
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return TensorShard, (self.size(), self.stride(), self.begin, self._local)
@@ -90,8 +95,8 @@ class TensorShard(Tensor):
         strides = self.stride()
         dims = sorted(range(self.dim()), key=lambda dim: -strides[dim])
         places = sorted(range(self.dim()), key=dims.__getitem__)
-        end, first = self.begin + self._local.numel(), 0
-        for offsets, lengths in _boxes(self.begin, end, [self.size(dim) for dim in dims]):
+        first = 0
+        for offsets, lengths in _boxes(*self.span, [self.size(dim) for dim in dims]):
             last = first + math.prod(lengths)
             view = self._local[first:last].view(lengths).permute(places)
             yield torch.Size([offsets[place] for place in places]), view

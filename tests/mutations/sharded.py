@@ -45,8 +45,8 @@ MUTATIONS = (
         name="sharded: what one rank has loaded stays where another could not",
         file=SHARDED,
         within="ShardedOptimizer.load_state_dict",
-        old="groups, inner, whole = self._loaded(saved)",
-        new="groups, inner, whole = self._loaded(saved)\nself._inner = inner",
+        old="checkpoints.load(inner, saved, self._parts)",
+        new="checkpoints.load(inner, saved, self._parts)\nself._inner = inner",
         tests=("tests/optim/test_sharded_state.py", "tests/optim/test_sharded_failures.py"),
     ),
     Mutation(
