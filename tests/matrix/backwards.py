@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import _thread
 import ctypes
 import threading
-from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from tests.matrix.row import Training, error, reduced
+from tests.matrix.row import Training, error, reduced, trains
 from tests.support.models import SMALL_BUCKETS, backward, batch, loss_of, mlp
 
 
@@ -26,20 +24,9 @@ def many_buckets(case):
     case.train(mlp, backward, **SMALL_BUCKETS)
 
 
-@reduced("several losses, summed")
-def summed_losses(case):
-    case.train(
-        mlp,
-        lambda model, rank, i: (loss_of(model, rank, i) + loss_of(model, rank, i + 10)).backward(),
-    )
-
-
-@reduced("`torch.autograd.backward([loss, loss])`")
-def list_of_losses(case):
-    def run(model, rank, i):
-        torch.autograd.backward([loss_of(model, rank, i), loss_of(model, rank, i + 10)])
-
-    case.train(mlp, run)
+@trains("`torch.autograd.backward([loss, loss])`", mlp)
+def list_of_losses(model, rank, i):
+    torch.autograd.backward([loss_of(model, rank, i), loss_of(model, rank, i + 10)])
 
 
 @reduced("`output.backward(gradient)` of something that is no scalar")
@@ -47,32 +34,23 @@ def backward_of_a_vector(case):
     case.train(mlp, lambda model, rank, i: model(batch(rank, i)[0]).backward(batch(rank, i)[1]))
 
 
-@reduced("two losses, two backwards")
-def two_backwards(case):
-    def run(model, rank, i):
-        first, second = loss_of(model, rank, i), loss_of(model, rank, i + 10)
-        first.backward()
-        second.backward()
-
-    case.train(mlp, run)
+@trains("two losses, two backwards", mlp)
+def two_backwards(model, rank, i):
+    first, second = loss_of(model, rank, i), loss_of(model, rank, i + 10)
+    first.backward()
+    second.backward()
 
 
-@reduced("two backwards through one graph (`retain_graph=True`)")
-def retain_graph(case):
-    def run(model, rank, i):
-        hidden = model(batch(rank, i)[0])
-        hidden.sum().backward(retain_graph=True)
-        hidden.square().sum().backward()
-
-    case.train(mlp, run)
+@trains("two backwards through one graph (`retain_graph=True`)", mlp)
+def retain_graph(model, rank, i):
+    hidden = model(batch(rank, i)[0])
+    hidden.sum().backward(retain_graph=True)
+    hidden.square().sum().backward()
 
 
-@reduced("`loss.backward(inputs=[...])`: the others get no gradient")
-def backward_inputs(case):
-    def run(model, rank, i):
-        loss_of(model, rank, i).backward(inputs=[model[0].weight, model[4].bias])
-
-    case.train(mlp, run)
+@trains("`loss.backward(inputs=[...])`: the others get no gradient", mlp)
+def backward_inputs(model, rank, i):
+    loss_of(model, rank, i).backward(inputs=[model[0].weight, model[4].bias])
 
 
 @reduced("`torch.autograd.grad` (not a reduction: what it returns is local), then backward")
@@ -112,14 +90,11 @@ def penalty_on_reduced_gradients(case):
     case.train(mlp, run, oracle=whole_batch)
 
 
-@reduced("gradient penalty by `torch.autograd.grad(..., create_graph=True)`")
-def gradient_penalty(case):
-    def run(model, rank, i):
-        x = batch(rank, i)[0].requires_grad_()
-        (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
-        (loss_of(model, rank, i) + slope.square().sum()).backward()
-
-    case.train(mlp, run)
+@trains("gradient penalty by `torch.autograd.grad(..., create_graph=True)`", mlp)
+def gradient_penalty(model, rank, i):
+    x = batch(rank, i)[0].requires_grad_()
+    (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+    (loss_of(model, rank, i) + slope.square().sum()).backward()
 
 
 @reduced("two backwards in a step with the parameters moved between them (SAM)")
@@ -149,38 +124,11 @@ def _with_unused():
     return model
 
 
-@reduced("backward in a `threading.Thread`, some parameters unused")
-def in_a_thread(case):
-    def run(model, rank, i):
-        thread = threading.Thread(target=backward, args=(model, rank, i))
-        thread.start()
-        thread.join()
-
-    case.train(_with_unused, run)
-
-
-@reduced("backward in a `concurrent.futures` pool, some parameters unused")
-def in_a_pool(case):
-    with ThreadPoolExecutor(1) as pool:
-        case.train(_with_unused, lambda *args: pool.submit(backward, *args).result())
-
-
-@reduced("backward in a thread that `threading` did not start, some parameters unused")
-def in_a_bare_thread(case):
-    def run(model, rank, i):
-        is_done = _thread.allocate_lock()
-        is_done.acquire()
-
-        def body():
-            try:
-                backward(model, rank, i)
-            finally:
-                is_done.release()
-
-        _thread.start_new_thread(body, ())
-        is_done.acquire()
-
-    case.train(_with_unused, run)
+@trains("backward in a `threading.Thread`, some parameters unused", _with_unused)
+def in_a_thread(model, rank, i):
+    thread = threading.Thread(target=backward, args=(model, rank, i))
+    thread.start()
+    thread.join()
 
 
 @reduced("backward in a thread of a C library, some parameters unused")

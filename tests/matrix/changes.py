@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from collections import OrderedDict
 
 import torch
@@ -69,23 +68,6 @@ def freezing(case):
     assert torch.equal(training.model[2].weight, before)
 
 
-@reduced("freezing for one step, as GANs do")
-def freezing_for_a_step(case):
-    training = case.train(mlp, backward)
-    for change in (_freeze, _unfreeze, _freeze, _unfreeze):
-        training.change(change)
-        training.step(backward)
-
-
-@reduced("unfreezing, then refresh()")
-def unfreezing(case):
-    training = case.train(_partly_frozen, backward)
-    training.change(_unfreeze)
-    training.refresh()
-    for _ in range(2):
-        training.step(backward)
-
-
 UNFROZEN = {
     "match": r"(?s)2\.(weight|bias).*refresh",
     "instead": "`reducer.refresh()` on every rank",
@@ -111,23 +93,6 @@ def unfreezing_all_that_is_reached(case):
     refused_until_refresh(case, training, run)
 
 
-@error("unfreezing without refresh(), with a hand-written optimizer", **UNFROZEN)
-def unfreezing_under_a_hand_written_optimizer(case):
-    class Sgd:
-        def __init__(self, parameters):
-            self.parameters = list(parameters)
-
-        def step(self):
-            with torch.no_grad():
-                for p in self.parameters:
-                    if p.grad is not None:
-                        p -= 0.1 * p.grad
-
-    training = case.train(_partly_frozen, backward, optimizer=Sgd)
-    training.change(_unfreeze)
-    refused_until_refresh(case, training)
-
-
 # New parameters
 
 
@@ -139,28 +104,6 @@ def replaced_head(case):
     training = case.train(_two_parts, backward)
     training.change(_new_head)
     refused_until_refresh(case, training)
-
-
-@error("a head replaced without refresh(), backward reaching nothing else", **NEW_HEAD)
-def replaced_head_alone(case):
-    def run(model, rank, i):
-        x, y = batch(rank, i)
-        with torch.no_grad():
-            hidden = model.trunk(x)
-        F.mse_loss(model.head(hidden), y).backward()
-
-    training = case.train(_two_parts, backward)
-    training.change(_new_head)
-    refused_until_refresh(case, training, run)
-
-
-@reduced("a head replaced, then refresh()")
-def replaced_head_with_refresh(case):
-    training = case.train(_two_parts, backward)
-    training.change(_new_head)
-    training.refresh()
-    for _ in range(2):
-        training.step(backward)
 
 
 @error(
@@ -186,17 +129,6 @@ def added_module(case):
 def added_adapters(case):
     training = case.train(_two_parts, backward)
     training.change(lambda model: setattr(model, "trunk", Adapter(model.trunk)))
-    refused_until_refresh(case, training)
-
-
-@error(
-    "`weight_norm` applied without refresh()",
-    match=r"(?s)trunk\.parametrizations\.weight\.original[01].*refresh",
-    instead=REFRESH,
-)
-def added_weight_norm(case):
-    training = case.train(_two_parts, backward)
-    training.change(lambda model: parametrizations.weight_norm(model.trunk))
     refused_until_refresh(case, training)
 
 
@@ -247,18 +179,6 @@ def converted(case):
     refused_until_refresh(case, training, run)
 
 
-@reduced("`model.double()`, then refresh()")
-def converted_with_refresh(case):
-    def run(model, rank, i):
-        model(batch(rank, i)[0].to(model.head.weight.dtype)).square().sum().backward()
-
-    training = case.train(_two_parts, run)
-    training.change(lambda model: model.double())
-    training.refresh()
-    for _ in range(2):
-        training.step(run)
-
-
 def _resized(n):
     def resize(model):
         seed(1)
@@ -282,13 +202,6 @@ def shrunk(case):
     refused_until_refresh(case, training)
 
 
-@error("`p.data` made larger without refresh()", **RESIZED)
-def grown(case):
-    training = case.train(mlp, backward)
-    training.change(_resized(24))
-    refused_until_refresh(case, training)
-
-
 # Loading
 
 
@@ -299,17 +212,6 @@ def loading(case):
     training.change(lambda model: model.load_state_dict(state))
     for _ in range(2):
         training.step(backward)
-
-
-@reduced("`torch.save` and `torch.load` of an attached model's state_dict")
-def saving(case):
-    training = case.train(mlp, backward)
-    file = io.BytesIO()
-    torch.save(training.model.state_dict(), file)
-    file.seek(0)
-    state = torch.load(file)
-    training.change(lambda model: model.load_state_dict(state))
-    training.step(backward)
 
 
 @error(

@@ -56,12 +56,6 @@ def _compiled(**options):
     return lambda: torch.compile(_tiny(), **{"backend": "eager", **options})
 
 
-@slow_reduced("`torch.compile(model)` before attach(), the compiled module attached")
-def compiled_before_attach(case):
-    with _fresh_compiler():
-        case.train(_compiled(), _backward)
-
-
 @slow_reduced("`torch.compile(model)` by way of AOTAutograd, fullgraph")
 def compiled_by_aot_autograd(case):
     with _fresh_compiler():

@@ -7,9 +7,14 @@ from torch import nn
 from torch.func import functional_call, grad, vmap
 from torch.nn import functional as F
 
-from tests.matrix.row import Training, error, reduced
+from tests.matrix.row import Training, error, reduced, trains
 from tests.support.bodies import finish_together
 from tests.support.models import SMALL_BUCKETS, Fail, backward, batch, loss_of, mlp, seed
+
+
+def _two_layers():
+    seed(0)
+    return nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 4, bias=False))
 
 
 class _Scale(torch.autograd.Function):
@@ -24,22 +29,16 @@ class _Scale(torch.autograd.Function):
         return gradient, None
 
 
-@reduced("a custom `autograd.Function`")
-def custom_function(case):
-    def run(model, rank, i):
-        x, y = batch(rank, i)
-        F.mse_loss(Fail.apply(model(x), False), y).backward()
-
-    case.train(mlp, run)
+@trains("a custom `autograd.Function`", mlp)
+def custom_function(model, rank, i):
+    x, y = batch(rank, i)
+    F.mse_loss(Fail.apply(model(x), False), y).backward()
 
 
-@reduced("a `Function` that returns None for a parameter: its gradient stays None")
-def function_returns_none(case):
-    def run(model, rank, i):
-        x, y = batch(rank, i)
-        F.mse_loss(_Scale.apply(model[0](x), model[1].weight), y).backward()
-
-    case.train(_two_layers, run)
+@trains("a `Function` that returns None for a parameter: its gradient stays None", _two_layers)
+def function_returns_none(model, rank, i):
+    x, y = batch(rank, i)
+    F.mse_loss(_Scale.apply(model[0](x), model[1].weight), y).backward()
 
 
 @reduced("a `Function` that returns None on some ranks only: they count as zero")
@@ -50,11 +49,6 @@ def function_returns_none_on_a_rank(case):
         F.mse_loss(_Scale.apply(hidden, weight) if rank == 0 else hidden * weight, y).backward()
 
     case.train(_two_layers, run)
-
-
-def _two_layers():
-    seed(0)
-    return nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 4, bias=False))
 
 
 class _Fused(torch.autograd.Function):
@@ -95,13 +89,10 @@ class _BackwardInForward(torch.autograd.Function):
         return gradient, None
 
 
-@reduced("a backward inside a `Function`'s forward")
-def backward_in_forward(case):
-    def run(model, rank, i):
-        hidden = _BackwardInForward.apply(model[0](batch(rank, i)[0]), model[1])
-        F.mse_loss(model[1](hidden), batch(rank, i)[1]).backward()
-
-    case.train(_two_layers, run)
+@trains("a backward inside a `Function`'s forward", _two_layers)
+def backward_in_forward(model, rank, i):
+    hidden = _BackwardInForward.apply(model[0](batch(rank, i)[0]), model[1])
+    F.mse_loss(model[1](hidden), batch(rank, i)[1]).backward()
 
 
 @reduced("a backward inside a tensor's hook")
@@ -212,15 +203,6 @@ def changing_another_layers_gradient(case):
     training.step(backward)
 
 
-@reduced("saved-tensor hooks (`save_on_cpu`) and `detect_anomaly`")
-def saved_tensor_hooks(case):
-    def run(model, rank, i):
-        with torch.autograd.graph.save_on_cpu(), torch.autograd.detect_anomaly(check_nan=True):
-            backward(model, rank, i)
-
-    case.train(mlp, run)
-
-
 # torch.func
 
 
@@ -229,45 +211,20 @@ def _functional_loss(model, parameters, rank, i):
     return F.mse_loss(functional_call(model, parameters, (x,)), y)
 
 
-@reduced("`functional_call` with the model's own parameters, `loss.backward()`")
-def functional_call_of_its_own(case):
-    def run(model, rank, i):
-        _functional_loss(model, dict(model.named_parameters()), rank, i).backward()
-
-    case.train(mlp, run)
+@trains("`functional_call` with the model's own parameters, `loss.backward()`", mlp)
+def functional_call_of_its_own(model, rank, i):
+    _functional_loss(model, dict(model.named_parameters()), rank, i).backward()
 
 
-@reduced("an inner loop on fast weights, then `outer_loss.backward()` (MAML)")
-def maml(case):
-    def run(model, rank, i):
-        fast = dict(model.named_parameters())
-        for inner in range(2):
-            loss = _functional_loss(model, fast, rank, inner)
-            slopes = torch.autograd.grad(loss, list(fast.values()), create_graph=True)
-            steps = dict(zip(fast, slopes, strict=True))
-            fast = {name: p - 0.1 * steps[name] for name, p in fast.items()}
-        _functional_loss(model, fast, rank, i + 10).backward()
-
-    case.train(mlp, run)
-
-
-@reduced("a Jacobian-vector product in forward mode, then backward")
-def forward_mode(case):
-    def run(model, rank, i):
-        x, tangent = batch(rank, i)[0], batch(rank, i + 10)[0]
-        _, slope = torch.func.jvp(model, (x,), (tangent,))
-        slope.square().sum().backward()
-
-    case.train(mlp, run)
-
-
-def _set_func_gradients(model, rank, i):
-    """torch.func.grad returns gradients; here the user puts them in .grad."""
-    slopes = grad(lambda parameters: _functional_loss(model, parameters, rank, i))(
-        {name: p.detach() for name, p in model.named_parameters()}
-    )
-    for name, p in model.named_parameters():
-        p.grad = slopes[name]
+@trains("an inner loop on fast weights, then `outer_loss.backward()` (MAML)", mlp)
+def maml(model, rank, i):
+    fast = dict(model.named_parameters())
+    for inner in range(2):
+        loss = _functional_loss(model, fast, rank, inner)
+        slopes = torch.autograd.grad(loss, list(fast.values()), create_graph=True)
+        steps = dict(zip(fast, slopes, strict=True))
+        fast = {name: p - 0.1 * steps[name] for name, p in fast.items()}
+    _functional_loss(model, fast, rank, i + 10).backward()
 
 
 def _set_private_gradients(model, rank, i):
@@ -284,11 +241,6 @@ def _set_private_gradients(model, rank, i):
         p.grad = torch.einsum("s,s...->...", factors, slopes[name])
 
 
-@reduced("gradients by `torch.func.grad`, put into `.grad`, then `reducer.reduce()`")
-def func_grad(case):
-    case.train(mlp, lambda *args: (_set_func_gradients(*args), case.reduce(args[0])))
-
-
 @reduced("gradients of every sample by `vmap`, clipped (DP-SGD), then `reducer.reduce()`")
 def private_gradients(case):
     case.train(mlp, lambda *args: (_set_private_gradients(*args), case.reduce(args[0])))
@@ -300,36 +252,6 @@ BY_HAND = {
 }
 
 
-def refuse_gradients_by_hand(case, set_gradients):
-    """The step refuses gradients that nothing has reduced; after reduce() it takes them."""
-
-    def by_hand(model, rank, i):
-        set_gradients(model, rank, i)
-        case.reduce(model)
-
-    training = Training(case, mlp)
-    for _ in range(2):
-        training.zero_grad()
-        set_gradients(training.model, case.rank, training.n_steps)
-        with case.refused():
-            training.optimizer.step()
-        training.assert_parameters()
-        training.zero_grad()
-        training.backward(by_hand)
-        training.update()
-        training.step(backward)
-
-
-@error("gradients by `torch.func.grad`, put into `.grad`, then `optimizer.step()`", **BY_HAND)
-def func_grad_without_reduce(case):
-    refuse_gradients_by_hand(case, _set_func_gradients)
-
-
-@error("gradients of every sample by `vmap` (DP-SGD), then `optimizer.step()`", **BY_HAND)
-def private_gradients_without_reduce(case):
-    refuse_gradients_by_hand(case, _set_private_gradients)
-
-
 def _set_autograd_gradients(model, rank, i):
     parameters = list(model.parameters())
     slopes = torch.autograd.grad(loss_of(model, rank, i), parameters)
@@ -337,11 +259,9 @@ def _set_autograd_gradients(model, rank, i):
         p.grad = slope
 
 
-@error("gradients by `torch.autograd.grad`, put into `.grad`, then `optimizer.step()`", **BY_HAND)
-def autograd_grad_without_reduce(case):
-    refuse_gradients_by_hand(case, _set_autograd_gradients)
-
-
-@reduced("gradients by `torch.autograd.grad`, put into `.grad`, then `reducer.reduce()`")
+@reduced(
+    "gradients by `torch.autograd.grad` or `torch.func.grad`, put into `.grad`, then "
+    "`reducer.reduce()`"
+)
 def autograd_grad(case):
     case.train(mlp, lambda *args: (_set_autograd_gradients(*args), case.reduce(args[0])))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import multiprocessing
 import os
 
@@ -11,19 +12,16 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
 from tests.matrix.functions import BY_HAND
-from tests.matrix.row import Training, error, reduced
+from tests.matrix.row import Training, error, reduced, trains
 from tests.support.bodies import finish_together
-from tests.support.models import Heads, backward, batch, convnet, image_backward, loss_of, mlp
+from tests.support.models import Heads, backward, batch, loss_of, mlp
 
 
-@reduced("`p.grad = None` between two backwards")
-def set_to_none(case):
-    def run(model, rank, i):
-        backward(model, rank, i)
-        model[2].weight.grad = None
-        backward(model, rank, i + 10)
-
-    case.train(mlp, run)
+@trains("`p.grad = None` between two backwards", mlp)
+def set_to_none(model, rank, i):
+    backward(model, rank, i)
+    model[2].weight.grad = None
+    backward(model, rank, i + 10)
 
 
 @reduced("`zero_grad(set_to_none=False)`")
@@ -65,26 +63,20 @@ def _use_one_head(model, rank, i):
     loss_of(model, rank, i, 1).backward()
 
 
-@reduced("gradients changed in place between two backwards")
-def changed_in_place(case):
-    def run(model, rank, i):
-        backward(model, rank, i)
-        for p in model.parameters():
-            p.grad.mul_(0.5)
-        backward(model, rank, i + 10)
-
-    case.train(mlp, run)
+@trains("gradients changed in place between two backwards", mlp)
+def changed_in_place(model, rank, i):
+    backward(model, rank, i)
+    for p in model.parameters():
+        p.grad.mul_(0.5)
+    backward(model, rank, i + 10)
 
 
-@reduced("gradients replaced by other tensors between two backwards")
-def replaced(case):
-    def run(model, rank, i):
-        backward(model, rank, i)
-        for p in model.parameters():
-            p.grad = torch.full_like(p, rank + 1.0).t().contiguous().t()
-        backward(model, rank, i + 10)
-
-    case.train(mlp, run)
+@trains("gradients replaced by other tensors between two backwards", mlp)
+def replaced(model, rank, i):
+    backward(model, rank, i)
+    for p in model.parameters():
+        p.grad = torch.full_like(p, rank + 1.0).t().contiguous().t()
+    backward(model, rank, i + 10)
 
 
 @reduced("`p.grad` replaced after backward by what is made of it, then `optimizer.step()`")
@@ -154,12 +146,6 @@ def negative_bit(case):
     case.train(make, backward)
 
 
-@reduced("gradients of channels-last layers keep their strides")
-def strides(case):
-    training = case.train(lambda: convnet().to(memory_format=torch.channels_last), image_backward)
-    assert all(p.grad.stride() == p.stride() for p in training.model.parameters())
-
-
 # Gradients made by hand
 
 
@@ -219,21 +205,6 @@ def by_hand_after_backward(case):
     training.step(_use_one_head)
 
 
-def refuse_by_hand(case, refused):
-    """`refused(training)` refuses gradients set by hand; after reduce() it takes them."""
-    training = case.train(mlp, backward)
-    training.zero_grad()
-    _evolve(training.model, case.rank, training.n_steps)
-    for _ in range(2):
-        with case.refused():
-            refused(training)
-    training.assert_parameters()
-    training.zero_grad()
-    training.backward(lambda *args: (_evolve(*args), case.reduce(args[0])))
-    refused(training)
-    training.step(backward)
-
-
 @error("gradients set by hand, then `optimizer.step()`", **BY_HAND)
 def by_hand(case):
     training = case.train(mlp, backward)
@@ -265,19 +236,27 @@ def by_hand_in_place(case):
     training.step(backward)
 
 
-@error("gradients set by hand, then `reducer.grad_norm()`", **BY_HAND)
-def norm_by_hand(case):
-    refuse_by_hand(case, lambda training: training.reducer.grad_norm())
-
-
-@error("gradients set by hand, then `reducer.clip_grad_norm_()`", **BY_HAND)
-def clip_by_hand(case):
-    refuse_by_hand(case, lambda training: training.reducer.clip_grad_norm_(1.0))
-
-
-@error("gradients set by hand, then `reducer.nonfinite_count()`", **BY_HAND)
-def count_by_hand(case):
-    refuse_by_hand(case, lambda training: training.reducer.nonfinite_count())
+@error(
+    "gradients set by hand, then `grad_norm()`, `clip_grad_norm_()` or `nonfinite_count()`",
+    **BY_HAND,
+)
+def figures_by_hand(case):
+    training = case.train(mlp, backward)
+    reducer = training.reducer
+    for ask in (
+        reducer.grad_norm,
+        functools.partial(reducer.clip_grad_norm_, 1.0),
+        reducer.nonfinite_count,
+    ):
+        training.zero_grad()
+        _evolve(training.model, case.rank, training.n_steps)
+        with case.refused():
+            ask()
+    training.assert_parameters()
+    training.zero_grad()
+    training.backward(lambda *args: (_evolve(*args), case.reduce(args[0])))
+    reducer.grad_norm()
+    training.step(backward)
 
 
 # Processes

@@ -10,7 +10,7 @@ from torch.ao import quantization
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations, prune
 
-from tests.matrix.row import Training, error, reduced
+from tests.matrix.row import Training, error, reduced, trains
 from tests.support.models import (
     Heads,
     Transformer,
@@ -43,12 +43,9 @@ def unused(case):
     case.train(Heads, lambda model, rank, i: loss_of(model, rank, i, 0).backward())
 
 
-@reduced("parameters that some ranks do not use: they count as zero there")
-def unused_on_a_rank(case):
-    def run(model, rank, i):
-        loss_of(model, rank, i, *range(1 + rank % 2)).backward()
-
-    case.train(Heads, run)
+@trains("parameters that some ranks do not use: they count as zero there", Heads)
+def unused_on_a_rank(model, rank, i):
+    loss_of(model, rank, i, *range(1 + rank % 2)).backward()
 
 
 @reduced("branches that change with the rank and the step (mixture of experts)")
@@ -83,32 +80,15 @@ def tied_weights(case):
     case.train(Transformer, text_backward)
 
 
-@reduced("an LSTM")
-def lstm(case):
-    def make():
-        seed(0)
-        return nn.LSTM(8, 4, num_layers=2, batch_first=True)
-
-    def run(model, rank, i):
-        output, _ = model(batch(rank, i)[0][None])
-        output.square().sum().backward()
-
-    case.train(make, run)
-
-
-@reduced("`weight_norm` before attach()")
-def weight_norm(case):
-    case.train(layers(lambda: parametrizations.weight_norm(nn.Linear(8, 8))), backward)
-
-
-@reduced("`spectral_norm` before attach()")
-def spectral_norm(case):
-    case.train(layers(lambda: parametrizations.spectral_norm(nn.Linear(8, 8))), backward)
-
-
-@reduced("an orthogonal parametrization before attach()")
-def orthogonal(case):
-    case.train(layers(lambda: parametrizations.orthogonal(nn.Linear(8, 8))), backward)
+@reduced("`weight_norm`, `spectral_norm`, `orthogonal` and pruning before attach()")
+def parametrised(case):
+    for how in (
+        parametrizations.weight_norm,
+        parametrizations.spectral_norm,
+        parametrizations.orthogonal,
+        lambda layer: prune.l1_unstructured(layer, "weight", 0.5),
+    ):
+        case.train(layers(lambda how=how: how(nn.Linear(8, 8))), backward, steps=1)
 
 
 class Adapter(nn.Module):
@@ -129,11 +109,6 @@ def adapters(case):
     case.train(layers(lambda: Adapter(nn.Linear(8, 8))), backward)
 
 
-@reduced("pruning (`torch.nn.utils.prune`) before attach()")
-def pruned(case):
-    case.train(layers(lambda: prune.l1_unstructured(nn.Linear(8, 8), "weight", 0.5)), backward)
-
-
 def _fake_quantised():
     model = mlp()
     model.qconfig = quantization.get_default_qat_qconfig("fbgemm")
@@ -148,20 +123,6 @@ def fake_quantised(case):
 @reduced("channels-last weights")
 def channels_last(case):
     case.train(lambda: convnet().to(memory_format=torch.channels_last), image_backward)
-
-
-class _Tagged(nn.Parameter):
-    """A subclass of Parameter, as frameworks have them."""
-
-
-@reduced("subclasses of `nn.Parameter`")
-def parameter_subclass(case):
-    def make():
-        model = mlp()
-        model[2].weight = _Tagged(model[2].weight.detach())
-        return model
-
-    case.train(make, backward)
 
 
 class _Shapes(nn.Module):
@@ -220,74 +181,99 @@ def deep_copy(case):
 # What attach() refuses, and what it does not
 
 
-def _with(**parameters):
+def _with(**parts):
     model = mlp()
-    for name, make in parameters.items():
-        setattr(model, name, make())
+    for name, part in parts.items():
+        setattr(model, name, part)
     return model
 
 
-def _refuse_to_attach(case, make):
-    with case.refused():
-        Training(case, make)
-    case.trainings.clear()
-    case.train(mlp, backward)
+def _untrained(tensor):
+    return nn.Parameter(tensor, requires_grad=False)
 
 
-@error(
+def _with_sparse_buffer():
+    model = mlp()
+    model.register_buffer("graph", torch.eye(3).to_sparse())
+    return model
+
+
+def _refused(name, feature, match, instead, make):
+    """A row of a model that attach() refuses."""
+
+    def body(case):
+        with case.refused():
+            Training(case, make)
+        case.trainings.clear()
+        case.train(mlp, backward)
+
+    body.__name__ = name
+    error(feature, match=match, instead=instead, raises=ValueError)(body)
+
+
+_refused(
+    "sparse_parameter",
     "a sparse parameter",
-    match=r"table.*(sparse|strided)",
-    instead="keep it dense",
-    raises=ValueError,
+    r"table.*(sparse|strided)",
+    "keep it dense",
+    lambda: _with(table=nn.Parameter(torch.eye(3).to_sparse())),
 )
-def sparse_parameter(case):
-    _refuse_to_attach(case, lambda: _with(table=lambda: nn.Parameter(torch.eye(3).to_sparse())))
-
-
-@error(
+_refused(
+    "negated_parameter",
     "a parameter that is a negated view",
-    match=r"tilt.*neg",
-    instead="`resolve_neg()` it",
-    raises=ValueError,
+    r"tilt.*neg",
+    "`resolve_neg()` it",
+    lambda: _with(tilt=nn.Parameter(torch._neg_view(torch.ones(3)))),
 )
-def negated_parameter(case):
-    tilt = torch._neg_view(torch.ones(3))
-    _refuse_to_attach(case, lambda: _with(tilt=lambda: nn.Parameter(tilt)))
-
-
-@error(
+_refused(
+    "conjugate_parameter",
     "a frozen parameter that is a conjugate view",
-    match=r"phase.*conj",
-    instead="`resolve_conj()` it",
-    raises=ValueError,
+    r"phase.*conj",
+    "`resolve_conj()` it",
+    lambda: _with(phase=_untrained(torch.ones(3, dtype=torch.complex64).conj())),
 )
-def conjugate_parameter(case):
-    def make():
-        phase = torch.ones(3, dtype=torch.complex64).conj()
-        return _with(phase=lambda: nn.Parameter(phase, requires_grad=False))
-
-    _refuse_to_attach(case, make)
-
-
-@error(
+_refused(
+    "expanded_parameter",
     "an expanded parameter",
-    match=r"scale.*(expand|overlap)",
-    instead="`contiguous()` it",
-    raises=ValueError,
+    r"scale.*(expand|overlap)",
+    "`contiguous()` it",
+    lambda: _with(scale=nn.Parameter(torch.ones(1).expand(4))),
 )
-def expanded_parameter(case):
-    _refuse_to_attach(case, lambda: _with(scale=lambda: nn.Parameter(torch.ones(1).expand(4))))
-
-
-@error(
+_refused(
+    "float8_parameter",
     "a parameter of float8 to be trained",
-    match=r"coarse.*float8",
-    instead="train it in another dtype, or freeze it",
-    raises=ValueError,
+    r"coarse.*float8",
+    "train it in another dtype, or freeze it",
+    lambda: _with(coarse=nn.Parameter(torch.ones(4).to(torch.float8_e4m3fn))),
 )
-def float8_parameter(case):
-    coarse = torch.ones(4).to(torch.float8_e4m3fn)
-    _refuse_to_attach(case, lambda: _with(coarse=lambda: nn.Parameter(coarse)))
+_refused(
+    "renormalised_embedding",
+    "`nn.Embedding(max_norm=...)`, `nn.EmbeddingBag(max_norm=...)`",
+    r"module words is an Embedding with max_norm",
+    "renormalise all rows after each step",
+    lambda: _with(words=nn.Embedding(4, 8, max_norm=1.0)),
+)
+_refused(
+    "lazy_parameter",
+    "a lazy module that has not run yet",
+    r"lazy\.weight is not initialised",
+    "run the model once before attach()",
+    lambda: _with(lazy=nn.LazyLinear(4)),
+)
+_refused(
+    "meta_parameter",
+    "a parameter on another device than the communicator",
+    r"far.*meta",
+    "move the model first",
+    lambda: _with(far=nn.Parameter(torch.ones(3, device="meta"))),
+)
+_refused(
+    "sparse_buffer",
+    "a sparse buffer",
+    r"graph.*(sparse|strided)",
+    "keep it out of the module, or dense",
+    _with_sparse_buffer,
+)
 
 
 @reduced("complex parameters (as pairs)")
@@ -303,36 +289,6 @@ def complex_parameter(case):
             return (self.linear(x) * self.phase).abs()
 
     case.train(Phases, backward)
-
-
-@error(
-    "`nn.Embedding(max_norm=...)`, `nn.EmbeddingBag(max_norm=...)`",
-    match=r"module words is an Embedding with max_norm",
-    instead="renormalise all rows after each step",
-    raises=ValueError,
-)
-def renormalised_embedding(case):
-    _refuse_to_attach(case, lambda: _with(words=lambda: nn.Embedding(4, 8, max_norm=1.0)))
-
-
-@error(
-    "a lazy module that has not run yet",
-    match=r"lazy\.weight is not initialised",
-    instead="run the model once before attach()",
-    raises=ValueError,
-)
-def lazy_parameter(case):
-    _refuse_to_attach(case, lambda: _with(lazy=lambda: nn.LazyLinear(4)))
-
-
-@error(
-    "a parameter on another device than the communicator",
-    match=r"far.*meta",
-    instead="move the model first",
-    raises=ValueError,
-)
-def meta_parameter(case):
-    _refuse_to_attach(case, lambda: _with(far=lambda: nn.Parameter(torch.ones(3, device="meta"))))
 
 
 @error(
@@ -352,9 +308,8 @@ def attached_twice(case):
 @reduced("frozen parameters of float8 or integers (quantised bases)")
 def quantised_base(case):
     def make():
-        coarse = nn.Parameter(torch.ones(4).to(torch.float8_e4m3fn), requires_grad=False)
-        packed = nn.Parameter(torch.arange(4, dtype=torch.uint8), requires_grad=False)
-        return _with(coarse=lambda: coarse, packed=lambda: packed)
+        coarse, packed = torch.ones(4).to(torch.float8_e4m3fn), torch.arange(4, dtype=torch.uint8)
+        return _with(coarse=_untrained(coarse), packed=_untrained(packed))
 
     case.train(make, backward)
 
@@ -373,21 +328,6 @@ def odd_buffers(case):
     assert buffers["expanded"].tolist() == [1.0] * 4
     assert buffers["conjugate"].tolist() == [1 - 2j] * 3
     assert buffers["negated"].tolist() == [-1.0] * 3
-
-
-@error(
-    "a sparse buffer",
-    match=r"graph.*(sparse|strided)",
-    instead="keep it out of the module, or dense",
-    raises=ValueError,
-)
-def sparse_buffer(case):
-    def make():
-        model = mlp()
-        model.register_buffer("graph", torch.eye(3).to_sparse())
-        return model
-
-    _refuse_to_attach(case, make)
 
 
 @reduced("attach() inside `torch.inference_mode()`")

@@ -60,16 +60,6 @@ def lbfgs(case):
         training.assert_parameters()
 
 
-@reduced("`torch.nn.utils.clip_grad_norm_` on reduced gradients")
-def torchs_clip(case):
-    training = Training(case, mlp)
-    for _ in range(2):
-        training.zero_grad()
-        training.backward(backward)
-        training.change(lambda model: torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1))
-        training.update()
-
-
 @reduced("`reducer.clip_grad_norm_` in place of torch's")
 def reducers_clip(case):
     training = Training(case, mlp)
@@ -117,21 +107,6 @@ def _refuse_steps_in_hooks(case, training, handles):
 def step_in_backward(case):
     training = case.train(mlp, backward)
     _refuse_steps_in_hooks(case, training, _step_in_hooks(training.model))
-
-
-@error(
-    "an optimizer that steps inside backward, in hooks that were there before attach()",
-    **IN_BACKWARD,
-)
-def step_in_backward_before_attach(case):
-    handles = []
-
-    def make():
-        model = mlp()
-        handles.extend(_step_in_hooks(model))
-        return model
-
-    _refuse_steps_in_hooks(case, Training(case, make), handles)
 
 
 def _with_a_local_part():

@@ -8,6 +8,7 @@ error, and training goes on after the remedy. A row is a function of a Case, mar
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import re
 import warnings
@@ -83,6 +84,19 @@ def reduced(feature: str, **options: Any) -> Callable[[Body], Body]:
 def error(feature: str, *, match: str, instead: str, **options: Any) -> Callable[[Body], Body]:
     """Marks a row that every rank refuses; where, it says by `case.refused()`."""
     return lambda body: _add(Row(body, feature, match, instead, **options))
+
+
+def trains(feature: str, make: Make, **options: Any) -> Callable[[Run], Body]:
+    """Marks the run of a row that is reduced, and does no more than to train a model by it."""
+
+    def add(run: Run) -> Body:
+        def body(case: Case) -> None:
+            case.train(make, run, **options)
+
+        functools.update_wrapper(body, run)
+        return reduced(feature)(body)
+
+    return add
 
 
 def _add(row: Row) -> Body:

@@ -18,10 +18,10 @@ from tests.support.bodies import hear_of_it
 from tests.support.models import (
     Fail,
     assert_gradients,
+    attached,
     backward,
     batch,
     check_gradients,
-    loss_of,
     mean_gradients,
     mlp,
 )
@@ -67,18 +67,6 @@ def test_gradients_under_reentrant_checkpointing_are_the_mean_though_a_parameter
 # Other ways through autograd
 
 
-@on_ranks(2)
-def test_forwards_without_a_backward_on_one_rank_do_not_matter(comm, buckets):
-    def run(model, rank):
-        if rank == 0:
-            loss_of(model, rank, 7)
-            with torch.no_grad():
-                loss_of(model, rank, 8)
-        backward(model, rank)
-
-    check_gradients(comm, mlp(), run, **buckets)
-
-
 # Gradients the user handles
 
 
@@ -96,27 +84,6 @@ def test_gradients_may_be_set_to_none_on_one_rank(comm, buckets):
     fastcomm.Reducer(comm, **buckets).attach(model)
     run(model, comm.rank)
     assert_gradients(model, [one / 2 + two for one, two in zip(first, second, strict=True)])
-
-
-@on_ranks(2)
-def test_a_gradient_replaced_by_a_view_of_itself_is_reduced(comm, buckets):
-    def run(model, rank):
-        backward(model, rank)
-        for parameter in model.parameters():
-            parameter.grad = parameter.grad.detach()
-        backward(model, rank)
-
-    check_gradients(comm, mlp(), run, **buckets)
-
-
-@on_ranks(2)
-def test_a_gradient_replaced_by_one_of_other_strides_is_reduced(comm, buckets):
-    def run(model, rank):
-        if rank == 1:
-            model[2].weight.grad = torch.arange(256.0).view(16, 16).t()
-        backward(model, rank)
-
-    check_gradients(comm, mlp(), run, **buckets)
 
 
 @on_ranks(2)
@@ -140,38 +107,6 @@ def _fragile_backward(model, rank, fails):
     F.mse_loss(model[2:](Fail.apply(model[:2](x), fails)), y).backward()
 
 
-@on_ranks(2)
-def test_training_goes_on_after_an_exception_in_backward_on_every_rank(comm, buckets):
-    model = mlp()
-    expected = mean_gradients(model, comm.world_size, backward)
-    fastcomm.Reducer(comm, **buckets).attach(model)
-    for _ in range(3):
-        # its own exception, or before that the news that the other rank has raised
-        with pytest.raises(RuntimeError, match="out of luck|abandoned what was under way"):
-            _fragile_backward(model, comm.rank, fails=True)
-        model.zero_grad()
-        backward(model, comm.rank)
-        assert_gradients(model, expected)
-
-
-@on_ranks(2, 3)
-def test_an_exception_in_backward_on_one_rank_is_an_error_on_the_others_for_this_step_only(
-    comm, buckets
-):
-    model = mlp()
-    expected = mean_gradients(model, comm.world_size, backward)
-    fastcomm.Reducer(comm, **buckets).attach(model)
-    for unlucky in range(comm.world_size):
-        with pytest.raises(RuntimeError) as caught:
-            _fragile_backward(model, comm.rank, fails=comm.rank == unlucky)
-        assert isinstance(caught.value, fastcomm.FastcommError) == (comm.rank != unlucky), (
-            caught.value
-        )
-        model.zero_grad()
-        backward(model, comm.rank)
-        assert_gradients(model, expected)
-
-
 @pytest.mark.parametrize(
     "late", [0, 1], ids=["the one that fails is first", "the one that fails is last"]
 )
@@ -181,9 +116,8 @@ def test_an_exception_on_one_rank_after_its_last_gradient_is_an_error_on_both(co
         x, y = batch(rank)
         F.mse_loss(model(Fail.apply(x.requires_grad_(), fails)), y).backward()
 
-    model = mlp()
+    model, _, _ = attached(comm, **buckets)
     expected = mean_gradients(model, comm.world_size, backward)
-    fastcomm.Reducer(comm, **buckets).attach(model)
     for _ in range(3):
         if comm.rank == late:
             time.sleep(0.1)
@@ -198,9 +132,8 @@ def test_an_exception_on_one_rank_after_its_last_gradient_is_an_error_on_both(co
 
 @on_ranks(2)
 def test_synchronize_after_a_failed_backward_tells_the_other_ranks(comm, buckets):
-    model = mlp()
+    model, reducer, _ = attached(comm, **buckets)
     expected = mean_gradients(model, comm.world_size, backward)
-    reducer = fastcomm.Reducer(comm, **buckets).attach(model)
     with pytest.raises(RuntimeError):
         _fragile_backward(model, comm.rank, fails=comm.rank == 1)
     with contextlib.suppress(fastcomm.FastcommError):
@@ -213,9 +146,8 @@ def test_synchronize_after_a_failed_backward_tells_the_other_ranks(comm, buckets
 
 @on_ranks(2)
 def test_an_exception_inside_a_reentrant_checkpoint_on_one_rank_is_an_error_on_both(comm, buckets):
-    model = mlp()
+    model, _, _ = attached(comm, **buckets)
     expected = mean_gradients(model, comm.world_size, backward)
-    fastcomm.Reducer(comm, **buckets).attach(model)
     x, _ = batch(comm.rank)
     with pytest.raises(RuntimeError) as caught:
         checkpoint(
@@ -231,9 +163,8 @@ def test_an_exception_inside_a_reentrant_checkpoint_on_one_rank_is_an_error_on_b
 
 @on_ranks(2)
 def test_an_exception_in_a_backward_under_no_sync_concerns_its_rank_alone(comm, buckets):
-    model = mlp()
+    model, reducer, _ = attached(comm, **buckets)
     expected = mean_gradients(model, comm.world_size, backward)
-    reducer = fastcomm.Reducer(comm, **buckets).attach(model)
     with (
         reducer.no_sync(),
         pytest.raises(RuntimeError) if comm.rank == 1 else contextlib.nullcontext(),

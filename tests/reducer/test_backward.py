@@ -13,6 +13,7 @@ import fastcomm
 from tests.support.models import (
     Heads,
     assert_gradients,
+    attached,
     backward,
     check_gradients,
     gradients,
@@ -71,14 +72,6 @@ def test_a_wire_dtype_costs_one_rounding_before_and_one_after_the_sum(
         assert ((gradient - exact).abs() <= 1.01 * precision * (size + exact.abs()) + 2**-24).all()
 
 
-@on_ranks(2)
-def test_gradients_pass_through_the_wire_dtype(comm, buckets):
-    model = mlp()
-    fastcomm.Reducer(comm, wire_dtype=torch.bfloat16, **buckets).attach(model)
-    backward(model, comm.rank)
-    assert all(torch.equal(gradient, gradient.bfloat16().float()) for gradient in gradients(model))
-
-
 def _backward_then_abs(model, rank):
     backward(model, rank)
     for parameter in model.parameters():
@@ -86,44 +79,6 @@ def _backward_then_abs(model, rank):
 
 
 # Several backwards
-
-
-@on_ranks(2, 3)
-def test_several_backwards_accumulate(comm, buckets):
-    def run(model, rank):
-        for step in range(3):
-            backward(model, rank, step)
-
-    check_gradients(comm, mlp(), run, **buckets)
-
-
-@pytest.mark.parametrize("set_to_none", [True, False])
-@on_ranks(2)
-def test_zero_grad_starts_afresh(comm, buckets, set_to_none):
-    model = mlp()
-    fastcomm.Reducer(comm, **buckets).attach(model)
-    for step in range(4):
-        expected = mean_gradients(
-            mlp(), comm.world_size, lambda model, rank, step=step: backward(model, rank, step)
-        )
-        model.zero_grad(set_to_none=set_to_none)
-        backward(model, comm.rank, step)
-        assert_gradients(model, expected)
-
-
-@on_ranks(2)
-def test_each_of_two_backwards_is_reduced_when_it_returns(comm, buckets):
-    model = mlp()
-    expected = mean_gradients(model, comm.world_size, backward)
-    fastcomm.Reducer(comm, **buckets).attach(model)
-    first, second = loss_of(model, comm.rank, 0), loss_of(model, comm.rank, 1)
-    first.backward()
-    assert_gradients(model, expected)
-    model.zero_grad()
-    second.backward()
-    assert_gradients(
-        model, mean_gradients(mlp(), comm.world_size, lambda model, rank: backward(model, rank, 1))
-    )
 
 
 # no_sync
@@ -139,28 +94,10 @@ def test_backward_under_no_sync_leaves_local_gradients(comm, buckets):
     assert_gradients(model, local)
 
 
-@on_ranks(2, 3)
-def test_gradients_of_no_sync_are_reduced_by_the_next_backward(comm, buckets):
-    def two_steps(model, rank):
-        backward(model, rank, 0)
-        backward(model, rank, 1)
-
-    model = mlp()
-    expected = mean_gradients(model, comm.world_size, two_steps)
-    reducer = fastcomm.Reducer(comm, **buckets).attach(model)
-    for _ in range(2):
-        model.zero_grad()
-        with reducer.no_sync():
-            backward(model, comm.rank, 0)
-        backward(model, comm.rank, 1)
-        assert_gradients(model, expected)
-
-
 @on_ranks(2)
 def test_no_sync_around_the_forward_alone_still_reduces(comm, buckets):
-    model = mlp()
+    model, reducer, _ = attached(comm, **buckets)
     expected = mean_gradients(model, comm.world_size, backward)
-    reducer = fastcomm.Reducer(comm, **buckets).attach(model)
     with reducer.no_sync():
         loss = loss_of(model, comm.rank)
     loss.backward()
@@ -168,21 +105,9 @@ def test_no_sync_around_the_forward_alone_still_reduces(comm, buckets):
 
 
 @on_ranks(2)
-def test_no_sync_around_the_backward_alone_does_not_reduce(comm, buckets):
-    model = mlp()
-    local = mean_gradients(model, 1, lambda model, _: backward(model, comm.rank))
-    reducer = fastcomm.Reducer(comm, **buckets).attach(model)
-    loss = loss_of(model, comm.rank)
-    with reducer.no_sync():
-        loss.backward()
-    assert_gradients(model, local)
-
-
-@on_ranks(2)
 def test_no_sync_ends_with_an_exception(comm, buckets):
-    model = mlp()
+    model, reducer, _ = attached(comm, **buckets)
     expected = mean_gradients(model, comm.world_size, backward)
-    reducer = fastcomm.Reducer(comm, **buckets).attach(model)
     with pytest.raises(KeyError), reducer.no_sync():
         raise KeyError
     backward(model, comm.rank)
@@ -209,9 +134,8 @@ def test_gradients_of_no_sync_are_reduced_though_the_next_backward_does_not_use_
         loss_of(model, rank, 0, rank).backward()
         loss_of(model, rank, 1, 0).backward()
 
-    model = Heads()
+    model, reducer, _ = attached(comm, Heads(), **buckets)
     expected = mean_gradients(model, comm.world_size, two_steps)
-    reducer = fastcomm.Reducer(comm, **buckets).attach(model)
     with reducer.no_sync():
         loss_of(model, comm.rank, 0, comm.rank).backward()
     loss_of(model, comm.rank, 1, 0).backward()
@@ -219,18 +143,6 @@ def test_gradients_of_no_sync_are_reduced_though_the_next_backward_does_not_use_
 
 
 # Parameters that a backward does not reach
-
-
-@on_ranks(2, 3)
-def test_gradients_of_parameters_unused_everywhere_stay_none(comm, buckets):
-    reducer = check_gradients(
-        comm,
-        model := Heads(3),
-        lambda model, rank: loss_of(model, rank, 0, 0, 1).backward(),
-        **buckets,
-    )
-    reducer.synchronize()
-    assert all(parameter.grad is None for parameter in model.heads[2].parameters())
 
 
 @on_ranks(2, 3)
@@ -244,40 +156,12 @@ def test_parameters_unused_here_receive_the_mean(comm, buckets):
 
 
 @on_ranks(2)
-def test_parameters_used_by_one_rank_only_receive_the_mean(comm, buckets):
-    check_gradients(
-        comm,
-        Heads(3),
-        lambda model, rank: loss_of(model, rank, 0, *range(rank + 1)).backward(),
-        **buckets,
-    )
-
-
-@on_ranks(2)
 def test_gradients_may_become_ready_in_another_order_on_every_rank(comm, buckets):
     def run(model, rank):
         order = (0, 1, 2) if rank == 0 else (2, 0, 1)
         loss_of(model, rank, 0, *order).backward()
 
     check_gradients(comm, Heads(3), run, **buckets)
-
-
-@pytest.mark.parametrize("set_to_none", [True, False])
-@on_ranks(2)
-def test_the_used_parameters_may_change_from_step_to_step(comm, buckets, set_to_none):
-    model = Heads()
-    fastcomm.Reducer(comm, **buckets).attach(model)
-    for step in range(5):
-        expected = mean_gradients(
-            Heads(), comm.world_size, lambda model, rank, step=step: _alternating(model, rank, step)
-        )
-        model.zero_grad(set_to_none=set_to_none)
-        _alternating(model, comm.rank, step)
-        assert_gradients(model, expected)
-
-
-def _alternating(model, rank, step):
-    loss_of(model, rank, step, (rank + step) % 2).backward()
 
 
 @on_ranks(2)
@@ -290,18 +174,8 @@ def test_parameters_unused_here_keep_what_they_had_accumulated(comm, buckets):
 
 
 @on_ranks(2)
-def test_gradients_stay_as_they_are_while_no_rank_uses_the_parameter(comm, buckets):
-    def run(model, rank):
-        loss_of(model, rank, 0, 0, 1).backward()
-        loss_of(model, rank, 1, 0).backward()
-
-    check_gradients(comm, Heads(), run, **buckets)
-
-
-@on_ranks(2)
 def test_zeroed_gradients_stay_zero_while_no_rank_uses_the_parameter(comm, buckets):
-    model = Heads()
-    fastcomm.Reducer(comm, **buckets).attach(model)
+    model, _, _ = attached(comm, Heads(), **buckets)
     loss_of(model, comm.rank, 0, 0, 1).backward()
     model.zero_grad(set_to_none=False)
     loss_of(model, comm.rank, 1, 0).backward()

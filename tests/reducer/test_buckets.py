@@ -15,6 +15,7 @@ from fastcomm.reducer.bucket import Bucket
 from tests.support.memory import resident_bytes
 from tests.support.models import (
     Heads,
+    attached,
     backward,
     loss_of,
     mlp,
@@ -56,18 +57,8 @@ def _backward_of_layers(model, rank):
 
 
 @on_ranks(2)
-def test_gradients_of_a_bucket_share_one_flat_buffer(comm):
-    model = mlp()
-    fastcomm.Reducer(comm).attach(model)
-    backward(model, comm.rank)
-    ((nbytes, sizes),) = _flat_buffers(model)
-    assert nbytes <= sum(sizes) + 64 * len(sizes)
-
-
-@on_ranks(2)
 def test_a_saved_gradient_takes_its_own_size(comm):
-    model = _layers(4)
-    fastcomm.Reducer(comm).attach(model)
+    model, _, _ = attached(comm, _layers(4))
     _backward_of_layers(model, comm.rank)
     saved = io.BytesIO()
     torch.save(model[1].weight.grad, saved)
@@ -76,50 +67,27 @@ def test_a_saved_gradient_takes_its_own_size(comm):
 
 @on_ranks(2)
 def test_buckets_fill_up_to_their_cap(comm):
-    model = _layers(11)
-    fastcomm.Reducer(comm, bucket_cap_mb=4 * model[0].weight.nbytes / 2**20).attach(model)
+    layers = _layers(11)
+    model, _, _ = attached(comm, layers, bucket_cap_mb=4 * layers[0].weight.nbytes / 2**20)
     _backward_of_layers(model, comm.rank)
     assert [len(sizes) for _, sizes in _flat_buffers(model)] == [4, 4, 3]
 
 
 @on_ranks(2)
-def test_a_bucket_overshoots_its_cap_by_at_most_one_parameter(comm):
-    model = mlp()
-    fastcomm.Reducer(comm, bucket_cap_mb=0.0002).attach(model)
-    backward(model, comm.rank)
-    found = _flat_buffers(model)
-    assert all(sum(sizes[:-1]) < 0.0002 * 2**20 for _, sizes in found)
-    assert len(found) > 1
-
-
-@on_ranks(2)
 def test_by_default_the_first_bucket_takes_1_mib_and_the_others_25(comm):
-    model = _layers(28, size=512)
-    fastcomm.Reducer(comm).attach(model)
+    model, _, _ = attached(comm, _layers(28, size=512))
     _backward_of_layers(model, comm.rank)
     assert [len(sizes) for _, sizes in _flat_buffers(model)] == [1, 25, 2]
 
 
+@pytest.mark.parametrize("set_to_none", [False, True])
 @on_ranks(2)
-def test_gradients_keep_their_memory_when_they_are_zeroed_in_place(comm, buckets):
-    model = mlp()
-    fastcomm.Reducer(comm, **buckets).attach(model)
+def test_gradients_keep_their_memory_or_return_to_it(comm, buckets, set_to_none):
+    model, _, _ = attached(comm, **buckets)
     backward(model, comm.rank)
     addresses = [parameter.grad.data_ptr() for parameter in model.parameters()]
     for step in range(3):
-        model.zero_grad(set_to_none=False)
-        backward(model, comm.rank, step)
-    assert [parameter.grad.data_ptr() for parameter in model.parameters()] == addresses
-
-
-@on_ranks(2)
-def test_gradients_return_to_their_memory_after_they_were_none(comm, buckets):
-    model = mlp()
-    fastcomm.Reducer(comm, **buckets).attach(model)
-    backward(model, comm.rank)
-    addresses = [parameter.grad.data_ptr() for parameter in model.parameters()]
-    for step in range(3):
-        model.zero_grad(set_to_none=True)
+        model.zero_grad(set_to_none)
         backward(model, comm.rank, step)
     assert [parameter.grad.data_ptr() for parameter in model.parameters()] == addresses
 
@@ -154,17 +122,11 @@ def _memory_of_training(comm, set_to_none):
     return grown.tolist()
 
 
-def test_a_training_that_zeroes_gradients_in_place_holds_one_gradient_sized_buffer(ranks):
-    # 64 MiB of gradients.
-    for during, after in ranks(2, _memory_of_training, False):
-        assert during <= 1.1
-        assert after <= 1.05
-
-
-def test_a_training_that_sets_gradients_to_none_needs_at_most_one_gradient_sized_buffer_more(ranks):
-    # Autograd makes new gradients in every backward, which live until they are in their bucket.
-    for during, after in ranks(2, _memory_of_training, True):
-        assert during <= 2.05
+# Autograd makes new gradients in every backward, which live until they are in their bucket.
+@pytest.mark.parametrize("set_to_none, at_most", [(False, 1.1), (True, 2.05)])
+def test_a_training_holds_one_buffer_and_what_autograd_makes(ranks, set_to_none, at_most):
+    for during, after in ranks(2, _memory_of_training, set_to_none):  # 64 MiB of gradients
+        assert during <= at_most
         assert after <= 1.05
 
 
@@ -185,8 +147,7 @@ def test_memory_does_not_grow_when_reducers_come_and_go(comm):
 
 @on_ranks(2)
 def test_gradients_lie_in_memory_of_their_own_after_detach(comm):
-    model = mlp()
-    reducer = fastcomm.Reducer(comm).attach(model)
+    model, reducer, _ = attached(comm)
     backward(model, comm.rank)
     before = [(p.grad.data_ptr(), p.grad.clone()) for p in model.parameters()]
     reducer.detach()
@@ -198,8 +159,7 @@ def test_gradients_lie_in_memory_of_their_own_after_detach(comm):
 @on_ranks(2)
 def test_ranks_are_asked_for_missing_gradients_only_in_rounds_where_some_are_missing(comm):
     """It waits for the device."""
-    model = Heads(2)
-    fastcomm.Reducer(comm).attach(model)
+    model, _, _ = attached(comm, Heads(2))
     asked = []
     settle = Bucket._settle_missing
     with pytest.MonkeyPatch.context() as patch:
@@ -213,8 +173,7 @@ def test_ranks_are_asked_for_missing_gradients_only_in_rounds_where_some_are_mis
 @on_ranks(2)
 def test_what_no_rank_used_in_one_round_is_reduced_in_the_next(comm):
     """Also where a rank's gradients lie in place, and nothing has to be scaled."""
-    model = Heads(2)
-    fastcomm.Reducer(comm, op="sum").attach(model)
+    model, _, _ = attached(comm, Heads(2), op="sum")
     for heads in ((0, 1), (0,), (0, 1) if comm.rank == 0 else (0,)):
         model.zero_grad(set_to_none=False)
         loss_of(model, 0, 0, *heads).backward()

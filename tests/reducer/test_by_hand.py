@@ -10,8 +10,15 @@ from torch import nn
 
 import fastcomm
 from fastcomm import MismatchError
-from tests.support.bodies import raises_on_each
-from tests.support.models import assert_gradients, backward, convnet, gradients, mean_gradients, mlp
+from tests.support.models import (
+    assert_gradients,
+    attached,
+    backward,
+    convnet,
+    gradients,
+    mean_gradients,
+    mlp,
+)
 from tests.support.ranks import on_ranks
 
 pytestmark = [pytest.mark.usefixtures("transport"), pytest.mark.pairwise]
@@ -40,8 +47,7 @@ def test_reduce_passes_through_the_wire_dtype(comm, buckets):
         for p in model.parameters():
             p.grad = torch.full_like(p, 1 + 2.0**-12)  # bfloat16 has no more than 8 bits
 
-    model = mlp()
-    reducer = fastcomm.Reducer(comm, wire_dtype=torch.bfloat16, **buckets).attach(model)
+    model, reducer, _ = attached(comm, wire_dtype=torch.bfloat16, **buckets)
     run(model, comm.rank)
     reducer.reduce()
     assert all(torch.equal(p.grad, torch.ones_like(p)) for p in model.parameters())
@@ -53,9 +59,8 @@ def test_reduce_after_no_sync_reduces_what_was_accumulated(comm, buckets):
         backward(model, rank, 0)
         backward(model, rank, 1)
 
-    model = mlp()
+    model, reducer, _ = attached(comm, **buckets)
     expected = mean_gradients(model, comm.world_size, run)
-    reducer = fastcomm.Reducer(comm, **buckets).attach(model)
     with reducer.no_sync():
         run(model, comm.rank)
     reducer.reduce()
@@ -64,9 +69,8 @@ def test_reduce_after_no_sync_reduces_what_was_accumulated(comm, buckets):
 
 @on_ranks(2)
 def test_reduce_after_backward_leaves_the_mean_a_mean(comm, buckets):
-    model = mlp()
+    model, reducer, _ = attached(comm, **buckets)
     expected = mean_gradients(model, comm.world_size, backward)
-    reducer = fastcomm.Reducer(comm, **buckets).attach(model)
     backward(model, comm.rank)
     reducer.reduce()
     assert_gradients(model, expected)
@@ -74,33 +78,11 @@ def test_reduce_after_backward_leaves_the_mean_a_mean(comm, buckets):
     assert_gradients(model, [2 * gradient for gradient in expected])
 
 
-@on_ranks(2)
-def test_reduce_refuses_a_sparse_gradient_by_name(comm, buckets):
-    model = mlp()
-    expected = mean_gradients(model, comm.world_size, backward)
-    reducer = fastcomm.Reducer(comm, **buckets).attach(model)
-    _by_hand(model, comm.rank)
-    model[2].weight.grad = model[2].weight.grad.to_sparse()
-    with raises_on_each(comm, fastcomm.FastcommError, r"2\.weight.*sparse"):
-        reducer.reduce()
-    model.zero_grad()
-    backward(model, comm.rank)
-    assert_gradients(model, expected)
-
-
-@pytest.mark.parametrize("method", ["reduce", "check_in_sync"])
-@on_ranks(2)
-def test_reduce_and_check_in_sync_before_attach_say_that_attach_is_missing(comm, method):
-    with pytest.raises((fastcomm.FastcommError, ValueError), match="attach"):
-        getattr(fastcomm.Reducer(comm), method)()
-
-
 # check_in_sync()
 
 
 def _trained(comm, make: Callable[[], nn.Module] = mlp):
-    model = make()
-    reducer = fastcomm.Reducer(comm).attach(model)
+    model, reducer, _ = attached(comm, make())
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
     _by_hand(model, 0)  # the same on all ranks
     reducer.reduce()
@@ -189,13 +171,6 @@ def test_optimizer_state_that_differs_is_named(comm):
         optimizer.state[model[2].weight]["exp_avg"][0, 0] += 1
     reducer.check_in_sync()  # the model alone is in sync
     _refused(reducer, r"(?s)(exp_avg.*2\.weight|2\.weight.*exp_avg).*rank.*1", optimizer)
-
-
-@on_ranks(2)
-def test_a_step_count_that_differs_is_named(comm):
-    model, reducer, optimizer = _trained(comm)
-    optimizer.state[model[0].weight]["step"] += comm.rank
-    _refused(reducer, r"(?s)(step.*0\.weight|0\.weight.*step)", optimizer)
 
 
 @on_ranks(2)

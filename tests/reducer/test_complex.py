@@ -9,7 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fastcomm
 from tests.support.bodies import gloo
-from tests.support.models import replica_of, seed
+from tests.support.models import attached, replica_of, seed
 from tests.support.ranks import on_ranks
 from tests.support.transports import EVERY_TRANSPORT
 
@@ -108,8 +108,7 @@ def test_narrow_wires_carry_both_parts(comm):
 
 @on_ranks(2)
 def test_weights_clipping_and_counts_are_torchs(comm):
-    model = Spectral()
-    reducer = fastcomm.Reducer(comm).attach(model)
+    model, reducer, _ = attached(comm, Spectral())
     counts = [(2, 1), (0, 5)][comm.rank]
     reducer.set_weight(counts[0])
     with reducer.no_sync():
@@ -199,8 +198,7 @@ def test_what_complex_numbers_do_not_have_is_refused_by_name(comm):
     words = "op max of the gradient of parameter filter is not possible: complex numbers"
     with pytest.raises(ValueError, match=words):
         fastcomm.Reducer(comm, op="max").attach(Spectral())
-    model = Spectral()
-    reducer = fastcomm.Reducer(comm).attach(model)
+    model, reducer, _ = attached(comm, Spectral())
     with pytest.raises(ValueError, match=r"filter is torch.complex64: ShardedOptimizer steps real"):
         fastcomm.ShardedOptimizer(reducer, torch.optim.AdamW)
     half = nn.Parameter(torch.ones(2, dtype=torch.complex32))

@@ -12,6 +12,7 @@ from torch import nn
 
 import fastcomm
 from fastcomm.comm.objects import gather_objects
+from tests.support.models import attached
 from tests.support.ranks import on_ranks
 from tests.support.skips import INF, NAN, logged
 
@@ -155,8 +156,7 @@ def test_what_is_written_since_is_in_the_norm(comm):
 @on_ranks(1)
 def test_what_is_written_to_few_rows_is_in_the_norm(comm):
     """As an embedding has them: where torch counts no write, most elements do not tell."""
-    model = Weights(SIZES[2:])
-    reducer = fastcomm.Reducer(comm).attach(model)
+    model, reducer, _ = attached(comm, Weights(SIZES[2:]))
     for _ in range(2):
         model.zero_grad()
         gradients = [torch.zeros_like(p) for p in model.all]
@@ -212,8 +212,7 @@ def test_what_is_not_finite_is_counted_and_found_on_its_rank(comm, dtype):
 @on_ranks(2)
 def test_gradients_that_are_at_home_are_looked_at_before(comm):
     """Where gradients are cleared to zeros, autograd adds to them in the flat buffer."""
-    model = Weights()
-    reducer = fastcomm.Reducer(comm, skip_nonfinite=True).attach(model)
+    model, reducer, _ = attached(comm, Weights(), skip_nonfinite=True)
     for i in range(3):
         model.zero_grad(set_to_none=False)
         gradients = slopes(model, comm.rank, i)
@@ -234,15 +233,3 @@ def test_gradients_that_were_looked_at_are_let_go(comm):
     fastcomm.Reducer(comm, skip_nonfinite=True).attach(model)
     model.backward(slopes(model, 0, 0))
     assert [reference() for reference in seen] == [None] * len(SIZES)
-
-
-@on_ranks(2)
-def test_one_rank_may_ask_for_the_norm(comm):
-    model = Weights()
-    reducer = fastcomm.Reducer(comm).attach(model)
-    for i in range(40):  # so that every slot of the ring has been used
-        model.zero_grad()
-        model.backward(slopes(model, comm.rank, i))
-        if comm.rank == 0 or i > 20:
-            norm = reducer.grad_norm().double()
-            torch.testing.assert_close(norm, norm_of(model), rtol=1e-6, atol=0)

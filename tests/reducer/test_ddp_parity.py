@@ -15,13 +15,11 @@ from torch.nn.parallel import DistributedDataParallel
 import fastcomm
 from tests.support.bodies import gloo
 from tests.support.models import (
-    Heads,
     Transformer,
     backward,
     convnet,
     gradients,
     image_backward,
-    loss_of,
     mlp,
     seed,
     text_backward,
@@ -93,41 +91,3 @@ def test_gradients_of_more_ranks_are_those_of_ddp_to_rounding(comm, buckets, mak
             for one in (model, ddp)
         )
         assert (reduced - wanted).norm() <= 1e-6 * wanted.norm()
-
-
-@pytest.mark.parametrize("set_to_none", [True, False])
-@on_ranks(2)
-def test_gradients_over_several_backwards_are_bitwise_those_of_ddp(comm, buckets, set_to_none):
-    model = mlp()
-    ddp, _ = _pair(comm, model, buckets, gradient_as_bucket_view=not set_to_none)
-    for step in range(6):
-        for one in (ddp, model):
-            if step % 3 == 0:
-                one.zero_grad(set_to_none=set_to_none)
-            backward(one, comm.rank, step)
-        _assert_bitwise_equal(ddp, model)
-
-
-@on_ranks(2)
-def test_gradients_after_no_sync_are_bitwise_those_of_ddp(comm, buckets):
-    model = mlp()
-    ddp, reducer = _pair(comm, model, buckets)
-    for step in range(0, 6, 2):
-        for one, owner in ((ddp, ddp), (model, reducer)):
-            one.zero_grad()
-            with owner.no_sync():
-                backward(one, comm.rank, step)
-            backward(one, comm.rank, step + 1)
-        _assert_bitwise_equal(ddp, model)
-
-
-@on_ranks(2)
-def test_gradients_of_changing_branches_are_bitwise_those_of_ddp(comm, buckets):
-    model = Heads(4)
-    ddp, _ = _pair(comm, model, buckets, find_unused_parameters=True)
-    for step in range(6):
-        for one in (ddp, model):
-            if step % 3 == 0:
-                one.zero_grad()
-            loss_of(one, comm.rank, step, (comm.rank + step * step) % 3).backward()
-        _assert_bitwise_equal(ddp, model)

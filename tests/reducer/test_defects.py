@@ -4,11 +4,9 @@ right, or an error.
 
 from __future__ import annotations
 
-import _thread
 import contextlib
 import functools
 import gc
-import multiprocessing
 import subprocess
 import sys
 import threading
@@ -21,13 +19,12 @@ from torch import nn
 import fastcomm
 from fastcomm import AbandonedError, FastcommError
 from fastcomm.comm.objects import gather_objects
-from tests.support.bodies import finish_together
 from tests.support.models import (
     SMALL_BUCKETS,
     Heads,
     assert_gradients,
+    attached,
     backward,
-    batch,
     gradients,
     loss_of,
     mean_gradients,
@@ -231,21 +228,6 @@ def _written_past_torch(p):
 
 
 @on_ranks(2)
-def test_ranks_clip_alike_where_one_has_copied_its_gradients(comm):
-    model = nn.Sequential(*[nn.Linear(65, 65) for _ in range(4)])
-    reducer = fastcomm.Reducer(comm).attach(model)
-    for step in range(8):
-        model.zero_grad()
-        model(torch.randn(8, 65) + comm.rank).square().sum().backward()
-        if comm.rank == 1 and step > 1:  # when all have asked once, the reduction counts
-            for p in model.parameters():
-                p.grad = p.grad.clone()
-        norm = reducer.clip_grad_norm_(0.7)
-        told = [t.tolist() for t in (norm, *gradients(model))]
-        assert_same_on_all(comm, told)
-
-
-@on_ranks(2)
 def test_ranks_clip_numbers_alike_where_one_has_copied_its_gradients(comm):
     """The factor is float64 here, and rounds otherwise than in float32."""
     model = nn.ParameterList(nn.Parameter(torch.tensor(1.0)) for _ in range(16))
@@ -279,8 +261,7 @@ class Scales(nn.Module):
 def test_ranks_clip_alike_where_one_has_zeros_and_another_nothing(comm, first):
     """Torch adds up fewer norms there, in another order."""
     sizes = [*range(40, 62), 0]
-    model = Scales(sizes)
-    reducer = fastcomm.Reducer(comm).attach(model)
+    model, reducer, _ = attached(comm, Scales(sizes))
     model([torch.ones(n) for n in sizes]).backward()  # whose norm nobody asks for
     generator = torch.Generator().manual_seed(comm.rank)
     for unused in [first, (), (3,), (3, 11), (22,), (2, 5, 7, 20, 22), ()]:
@@ -357,23 +338,6 @@ def test_a_held_gradient_of_an_unused_parameter_is_left_as_it_is(comm):
         assert (held == 1).all(), "reduced once, when it was new"
 
 
-@on_ranks(2)
-def test_a_held_gradient_that_was_dropped_comes_back_only_when_it_is_made(comm):
-    model = Heads(2)
-    unused = model.heads[1].weight
-    held = unused.grad = torch.ones_like(unused)
-    reducer = fastcomm.Reducer(comm, skip_nonfinite=True).attach(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    for step, used in enumerate(((0, 1), (0,), (0, 1))):
-        if step == 0 and comm.rank == 0:
-            reducer.skip_step()
-        held.zero_()
-        loss_of(model, comm.rank, step, *used).backward()
-        optimizer.step()
-        assert unused.grad is (held if step == 2 else None)
-    assert held.any()
-
-
 @pytest.mark.parametrize("why", ["skipped", "no weight"])
 @on_ranks(2)
 def test_held_gradients_come_back_after_a_round_that_was_dropped(comm, why):
@@ -411,9 +375,8 @@ class Fused(nn.Module):
 
 @on_ranks(2)
 def test_gradients_that_autograd_has_cut_from_one_piece_are_views(comm):
-    model = Fused()
+    model, reducer, _ = attached(comm, Fused())
     expected = mean_gradients(model, comm.world_size, backward)
-    reducer = fastcomm.Reducer(comm).attach(model)
     backward(model, comm.rank)
     assert_gradients(model, expected)
     reducer.clip_grad_norm_(0.5)
@@ -421,22 +384,9 @@ def test_gradients_that_autograd_has_cut_from_one_piece_are_views(comm):
 
 
 @on_ranks(2)
-def test_gradients_of_unused_parameters_are_looked_at_too(comm):
-    model = Heads()
-    fastcomm.Reducer(comm).attach(model)
-    loss_of(model, comm.rank, 0, 0, 1).backward()
-    finish_together(comm)
-    one, other = (head.weight for head in model.heads)
-    one.grad, other.grad = other.grad, one.grad
-    with pytest.raises(FastcommError, match="heads.*weight lies in that of another one"):
-        model.trunk(batch(comm.rank)[0]).sum().backward()
-
-
-@on_ranks(2)
 def test_a_gradient_whose_data_was_replaced_is_reduced_in_this_step_and_the_next(comm):
-    model = mlp()
+    model, _, _ = attached(comm)
     expected = mean_gradients(model, comm.world_size, backward)
-    fastcomm.Reducer(comm).attach(model)
     backward(model, comm.rank)
     for parameter in model.parameters():
         parameter.grad.data = parameter.grad.data * 0.5
@@ -463,59 +413,7 @@ def test_another_pattern_of_unused_parameters_in_every_step_takes_no_more_memory
     assert numbers[1] <= numbers[0] + 20
 
 
-def _write_in_a_forked_child(comm):
-    model = mlp()
-    fastcomm.Reducer(comm).attach(model)
-    backward(model, comm.rank)
-    before = [parameter.grad.clone() for parameter in model.parameters()]
-    shared = comm.empty(5, dtype=torch.float32).fill_(7)
-
-    def child():
-        for parameter in model.parameters():
-            assert parameter.grad.abs().sum() > 0  # as it was
-            parameter.grad.zero_()
-        shared.zero_()
-
-    multiprocessing.current_process()._config["daemon"] = False  # or it may not have children
-    process = multiprocessing.get_context("fork").Process(target=child)
-    process.start()
-    process.join()
-    assert process.exitcode == 0
-    assert shared.tolist() == [7.0] * 5
-    assert all(torch.equal(p.grad, one) for p, one in zip(model.parameters(), before, strict=True))
-    model.zero_grad()
-    backward(model, comm.rank)
-    assert all(torch.equal(p.grad, one) for p, one in zip(model.parameters(), before, strict=True))
-
-
-def test_what_a_forked_child_writes_stays_with_it(transport):
-    values_of(fresh_ranks(2, _write_in_a_forked_child, pass_comm=True, transport=transport))
-
-
 # Threads
-
-
-@on_ranks(2)
-def test_a_backward_in_a_foreign_thread_is_reduced_though_a_parameter_is_not_used(
-    comm,
-):
-    model = Heads()
-    expected = mean_gradients(
-        model, comm.world_size, lambda model, rank: loss_of(model, rank, 0, 0).backward()
-    )
-    fastcomm.Reducer(comm, **SMALL_BUCKETS).attach(model)
-    done = threading.Lock()
-    done.acquire()
-    device = torch.get_default_device()
-
-    def run():
-        torch.set_default_device(device)
-        loss_of(model, comm.rank, 0, 0).backward()
-        done.release()
-
-    _thread.start_new_thread(run, ())
-    with done:
-        assert_gradients(model, expected)
 
 
 # Warnings
@@ -554,19 +452,6 @@ def test_a_training_gives_no_warnings(transport, tmp_path):
 
 
 # Sums
-
-
-@on_ranks(2)
-def test_the_norm_of_16_bit_gradients_is_taken_in_float32(comm):
-    model = nn.Linear(100, 100, bias=False).half()
-    reducer = fastcomm.Reducer(comm).attach(model)
-    model.weight.grad = torch.full_like(model.weight, 1000.0)
-    reducer.reduce()
-    assert reducer.grad_norm().item() == pytest.approx(1e5, rel=1e-3)
-    assert reducer.clip_grad_norm_(1e4).item() == pytest.approx(1e5, rel=1e-3)
-    torch.testing.assert_close(
-        model.weight.grad, torch.full_like(model.weight, 100.0), rtol=1e-2, atol=0
-    )
 
 
 @on_ranks(1)

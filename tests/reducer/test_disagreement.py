@@ -16,6 +16,7 @@ from tests.contract import new_ranks
 from tests.support.bodies import communicator
 from tests.support.models import (
     assert_gradients,
+    attached,
     backward,
     check_gradients,
     mean_gradients,
@@ -110,17 +111,6 @@ def test_attach_names_the_first_difference_between_ranks_on_every_rank(
 
 
 @on_ranks(2)
-def test_training_goes_on_after_attach_was_refused(comm):
-    with pytest.raises(MismatchError):
-        _attach_another_model_on_the_last_rank(comm, _another_shape)
-    model = mlp()
-    expected = mean_gradients(model, comm.world_size, backward)
-    fastcomm.Reducer(comm).attach(model)
-    backward(model, comm.rank)
-    assert_gradients(model, expected)
-
-
-@on_ranks(2)
 def test_ranks_whose_buffers_differ_are_told(comm):
     model = mlp()
     model.register_buffer("table", torch.zeros(3 + comm.rank))
@@ -172,8 +162,7 @@ def test_a_buffer_of_one_rank_alone_is_named_and_ends_nothing(comm, copy):
 
 @on_ranks(2)
 def test_after_a_join_that_could_not_copy_every_step_is_refused_until_refresh(comm):
-    model = mlp()
-    reducer = fastcomm.Reducer(comm).attach(model)
+    model, reducer, _ = attached(comm)
     model.register_buffer("table", torch.zeros(3 + comm.rank))
     with pytest.raises(
         MismatchError, match=r"table has shape \(3,\) on rank 0 and \(4,\) on rank 1"
@@ -187,6 +176,8 @@ def test_after_a_join_that_could_not_copy_every_step_is_refused_until_refresh(co
     "option, values",
     [
         ("bucket_cap_mb", (1, 0.0001)),
+        ("bucket_cap_mb", ("auto", 25)),
+        ("skip_nonfinite", (False, True)),
         ("op", ("mean", "sum")),
         ("wire_dtype", (None, torch.bfloat16)),
     ],
@@ -220,10 +211,8 @@ def test_one_rank_on_another_device_is_an_error_on_both(comm):
 
 
 @on_ranks(2)
-def test_ranks_that_refresh_to_different_models_are_told(comm):
-    model = mlp()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    reducer = fastcomm.Reducer(comm).attach(model)
+def test_ranks_that_refresh_to_different_models_are_told_and_may_refresh_again(comm):
+    model, reducer, optimizer = attached(comm)
     if comm.rank == 1:
         model[2].weight.requires_grad_(False)
     with pytest.raises(MismatchError, match=r"2\.weight"):
@@ -233,22 +222,10 @@ def test_ranks_that_refresh_to_different_models_are_told(comm):
             backward(model, comm.rank)
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
-    with pytest.raises(FastcommError, match=r"refresh\(\) failed: call it again"):
-        reducer.reduce()
-    with pytest.raises(FastcommError, match=r"refresh\(\) failed: call it again"):
-        reducer.grad_norm()
-    with pytest.raises(FastcommError, match=r"refresh\(\) failed: call it again"):
-        optimizer.step()
-
-
-@on_ranks(2)
-def test_a_second_refresh_mends_one_that_failed(comm):
-    model = mlp()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    reducer = fastcomm.Reducer(comm).attach(model)
-    model[2].weight.requires_grad_(comm.rank == 0)
-    with pytest.raises(MismatchError, match=r"2\.weight"):
-        reducer.refresh()
+    for call in (reducer.reduce, reducer.grad_norm, optimizer.step):
+        with pytest.raises(FastcommError, match=r"refresh\(\) failed: call it again"):
+            call()
+    model.zero_grad()
     model[2].weight.requires_grad_(True)
     reducer.refresh()
     expected = mean_gradients(model, comm.world_size, backward)
@@ -261,8 +238,7 @@ def test_a_second_refresh_mends_one_that_failed(comm):
 @on_ranks(2)
 def test_a_rank_that_cannot_refresh_is_named_to_all(comm):
     """A vote is cast on one rank; nobody waits in refresh() for the rank that has cast it."""
-    model = mlp()
-    reducer = fastcomm.Reducer(comm, skip_nonfinite=True).attach(model)
+    model, reducer, _ = attached(comm, skip_nonfinite=True)
     if comm.rank == 1:
         reducer.skip_step()
     who = "rank 1: refresh" if comm.rank == 1 else "rank 1 cannot refresh: rank 1: refresh"
@@ -279,9 +255,7 @@ def test_a_rank_that_cannot_refresh_is_named_to_all(comm):
 
 @on_ranks(2)
 def test_after_a_failed_refresh_a_rank_may_detach_and_train_alone(comm):
-    model = mlp()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    reducer = fastcomm.Reducer(comm).attach(model)
+    model, reducer, optimizer = attached(comm)
     model[2].weight.requires_grad_(comm.rank == 0)
     with pytest.raises(MismatchError, match=r"2\.weight"):
         reducer.refresh()

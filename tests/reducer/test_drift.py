@@ -12,7 +12,7 @@ from torch import nn
 import fastcomm
 from fastcomm import MismatchError
 from tests.support.bodies import communicator
-from tests.support.models import backward, mlp
+from tests.support.models import attached, backward, mlp
 from tests.support.outcomes import values_of
 from tests.support.ranks import fresh_ranks, on_ranks
 
@@ -23,12 +23,6 @@ pytestmark = [
 
 DIFFER = r"(?s:after . steps? \(record .*\n- different parameters: .*check_in_sync\(\))"
 NOT_ALIKE = "^the ranks have not stepped alike.*" + DIFFER
-
-
-def attached(comm):
-    model = mlp()
-    reducer = fastcomm.Reducer(comm).attach(model)
-    return model, reducer, torch.optim.SGD(model.parameters(), lr=0.1)
 
 
 def train(model, optimizer, rank, step=0):

@@ -18,13 +18,14 @@ from tests.support.models import (
     Fail,
     Heads,
     assert_gradients,
+    attached,
     backward,
     batch,
     loss_of,
     mean_gradients,
     mlp,
 )
-from tests.support.ranks import fresh_ranks, on_ranks
+from tests.support.ranks import on_ranks
 from tests.support.transports import EVERY_TRANSPORT
 
 pytestmark = [
@@ -63,8 +64,7 @@ def _step_that_may_fail(model, comm, step):
 @on_ranks(2, 3)
 def test_one_handler_may_abandon_after_any_exception(comm, buckets):
     """Those that have heard of it say so, too, and nobody skips another step for that."""
-    model = mlp()
-    fastcomm.Reducer(comm, **buckets).attach(model)
+    model, _, _ = attached(comm, **buckets)
     heard, n_before = {}, comm.n_abandoned
     for step in range(10):
         model.zero_grad()
@@ -81,32 +81,6 @@ def test_one_handler_may_abandon_after_any_exception(comm, buckets):
             allowed = {own} if len(who) == 1 else {own, fastcomm.AbandonedError}
         assert heard[step] in allowed, step
     assert comm.n_abandoned == n_before + len(UNLUCKY)
-
-
-@on_ranks(2)
-def test_a_backward_that_fails_before_its_first_gradient_may_be_abandoned(comm):
-    """Also right after one that the reducer has abandoned by itself."""
-    model = mlp()
-    fastcomm.Reducer(comm).attach(model)
-    n_before, n_failed = comm.n_abandoned, 0
-    for step in range(4):
-        model.zero_grad()
-        finish_together(comm)
-        try:
-            if step == 1:
-                _step_that_may_fail(model, comm, 8)  # rank 1, in backward
-            else:
-                loss = loss_of(model, comm.rank, step)
-                (Fail.apply(loss, True) if step == 2 and comm.rank == 1 else loss).backward()
-                if step == 2:
-                    hear_of_it(comm)
-        except RuntimeError:
-            comm.abandon()
-            n_failed += 1
-    assert n_failed == comm.n_abandoned - n_before == 2
-    assert_gradients(
-        model, mean_gradients(model, comm.world_size, lambda model, rank: backward(model, rank, 3))
-    )
 
 
 def _fail_one_step(comm, model):
@@ -132,8 +106,7 @@ def test_a_model_can_go_after_its_step_was_abandoned(comm):
 
 @on_ranks(2)
 def test_a_gradient_that_cannot_be_reduced_costs_one_step(comm):
-    model = mlp()
-    reducer = fastcomm.Reducer(comm).attach(model)
+    model, reducer, _ = attached(comm)
     before = comm.n_abandoned
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
@@ -200,8 +173,7 @@ def test_attach_may_be_tried_again_on_all_ranks_when_it_has_failed_on_one(comm):
 @on_ranks(2)
 def test_a_handler_of_its_own_may_begin_another_step_that_fails(comm):
     """What is abandoned there is another step."""
-    model = mlp()
-    fastcomm.Reducer(comm).attach(model)
+    model, _, _ = attached(comm)
     try:
         _step_that_may_fail(model, comm, 1)
     except (ValueError, fastcomm.AbandonedError):
@@ -218,8 +190,7 @@ def test_a_handler_of_its_own_may_begin_another_step_that_fails(comm):
 @on_ranks(2)
 def test_a_failure_that_nobody_abandoned_hides_none_of_a_later_backward(comm):
     """The reducer has abandoned the first one by itself; the second is abandoned by hand."""
-    model = mlp()
-    fastcomm.Reducer(comm).attach(model)
+    model, _, _ = attached(comm)
     n_before = comm.n_abandoned
     for step in (8, 9):  # rank 1 fails in both, the second time before the first gradient
         finish_together(comm)
@@ -277,8 +248,7 @@ def _abandon_and_go_on(comm):
 )
 @on_ranks(2)
 def test_a_hook_that_abandons_costs_all_ranks_the_step(comm, buckets, abandon, is_first):
-    model = mlp()
-    fastcomm.Reducer(comm, **buckets).attach(model)
+    model, _, _ = attached(comm, **buckets)
     before = comm.n_abandoned
     finish_together(comm)
     hidden = model[:2](batch(comm.rank)[0])
@@ -297,8 +267,7 @@ def test_a_hook_that_abandons_costs_all_ranks_the_step(comm, buckets, abandon, i
 
 @on_ranks(2)
 def test_a_backward_that_accumulates_ends_where_its_hook_abandons(comm):
-    model = mlp()
-    reducer = fastcomm.Reducer(comm).attach(model)
+    model, reducer, _ = attached(comm)
     hidden = model[:2](batch(comm.rank)[0])
     if comm.rank == 1:
         hidden.register_hook(lambda _: _abandon_in_a_handler(comm))
@@ -336,8 +305,7 @@ def test_a_hook_that_abandons_between_two_reducers_costs_both_the_step(comm):
 
 def _loop_with_a_bad_step(comm, bad_step):
     """The ranks skip the same step, and no other: the last one is that of both."""
-    model = mlp()
-    fastcomm.Reducer(comm).attach(model)
+    model, _, _ = attached(comm)
     skipped = []
     for step in range(4):
         model.zero_grad()
@@ -393,8 +361,7 @@ def test_a_mismatch_that_another_rank_has_abandoned_is_not_abandoned_again(comm)
 @on_ranks(2)
 def test_one_exception_raised_in_two_steps_abandons_both(comm):
     """As a future raises the same object whenever it is asked."""
-    model = mlp()
-    fastcomm.Reducer(comm).attach(model)
+    model, _, _ = attached(comm)
     before, bad, skipped = comm.n_abandoned, ValueError("bad batch"), []
 
     def spoil(_):
@@ -428,9 +395,7 @@ def _fragile_backward(model, rank, fails):
 
 
 def _step_in_spite_of_a_failed_backward(comm, unlucky, buckets):
-    model = mlp()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    fastcomm.Reducer(comm, **buckets).attach(model)
+    model, _, optimizer = attached(comm, **buckets)
     backward(model, comm.rank)
     finish_together(comm)
     with pytest.raises(RuntimeError):
@@ -454,42 +419,12 @@ def test_an_optimizer_step_in_spite_of_a_failed_backward_does_not_drive_the_rank
         assert all(torch.equal(p, q) for p, q in zip(parameters, theirs, strict=True))
 
 
-def _backward_after_close(comm):
-    model = mlp()
-    fastcomm.Reducer(comm).attach(model)
-    backward(model, comm.rank)
-    comm.close()
-    with pytest.raises(FastcommError, match="close"):
-        backward(model, comm.rank)
-
-
-def test_a_backward_after_the_communicator_was_closed_says_so():
-    outcomes = fresh_ranks(2, _backward_after_close, pass_comm=True)
-    assert [outcome.kind for outcome in outcomes] == ["returned"] * 2, "\n".join(map(str, outcomes))
-
-
-def _backward_without_the_other(comm):
-    model = Heads()
-    fastcomm.Reducer(comm).attach(model)
-    if comm.rank == 1:
-        comm.close()
-        return
-    with pytest.raises(FastcommError, match="1"):
-        loss_of(model, comm.rank, 0, 0, 1).backward()
-
-
-def test_a_backward_after_the_other_rank_left_is_an_error():
-    outcomes = fresh_ranks(2, _backward_without_the_other, pass_comm=True)
-    assert [outcome.kind for outcome in outcomes] == ["returned"] * 2, "\n".join(map(str, outcomes))
-
-
 def _fails_early(comm):
     """A model of more buckets than may be under way at once, whose backward fails on rank 1 after
     the first of them.
     """
     layers = [nn.Linear(8, 8) for _ in range(24)]
-    model = nn.Sequential(*layers)
-    fastcomm.Reducer(comm, bucket_cap_mb=0.0001).attach(model)
+    model, _, _ = attached(comm, nn.Sequential(*layers), bucket_cap_mb=0.0001)
     for _ in range(2):
         hidden = model[:23](torch.ones(2, 8))
         if comm.rank == 1:
@@ -513,28 +448,11 @@ def test_an_exception_while_more_buckets_wait_than_the_ring_holds_is_an_error_fo
     assert all(torch.equal(p, q) for p, q in zip(one, other, strict=True))
 
 
-@on_ranks(2)
-def test_an_exception_after_the_last_gradient_costs_all_ranks_the_step(comm):
-    model = mlp()
-    fastcomm.Reducer(comm).attach(model)
-    finish_together(comm)
-    x, _ = batch(comm.rank)
-    with pytest.raises(RuntimeError, match="out of luck|rank 1 abandoned"):
-        model(Fail.apply(x.requires_grad_(), comm.rank == 1)).sum().backward()
-        hear_of_it(comm)
-    expected = mean_gradients(mlp(), comm.world_size, backward)
-    model.zero_grad()
-    backward(model, comm.rank)
-    assert_gradients(model, expected)
-
-
 @pytest.mark.parametrize("where", ["finish", "step"])
 @on_ranks(2)
 def test_a_rank_that_is_late_misses_no_step_before_the_one_that_was_abandoned(comm, where):
     """The other rank has made that step when it abandons the next one, with nothing launched."""
-    model = mlp()
-    reducer = fastcomm.Reducer(comm).attach(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, reducer, optimizer = attached(comm)
     if comm.rank == 0:
         owner = optimizer if where == "step" else reducer.buckets[-1]
         on_time = getattr(owner, where)
@@ -571,8 +489,7 @@ def _accumulate(reducer, model, rank, number, how):
 @on_ranks(2)
 def test_a_rank_that_abandons_a_step_keeps_no_gradient_of_it(comm, how):
     """Gradients are cleared after the step, which a step that fails does not come to."""
-    model = mlp()
-    reducer = fastcomm.Reducer(comm).attach(model)
+    model, reducer, _ = attached(comm)
     found = []
     for step in range(3):
         try:
@@ -626,8 +543,7 @@ def test_all_reducers_of_the_communicator_drop_an_abandoned_step(comm):
 @pytest.mark.transports("shm", "group", "hierarchical")  # where votes need no option
 @on_ranks(2)
 def test_weights_and_votes_go_with_the_step_that_was_abandoned(comm):
-    model = mlp()
-    reducer = fastcomm.Reducer(comm).attach(model)
+    model, reducer, _ = attached(comm)
     reducer.set_weight(3 if comm.rank else 1)
     if comm.rank == 1:
         reducer.skip_step()

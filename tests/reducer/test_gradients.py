@@ -8,20 +8,18 @@ from torch import nn
 from torch._subclasses import FakeTensorMode
 from torch.testing._internal.two_tensor import TwoTensor
 
-import fastcomm
 from fastcomm import FastcommError
 from tests.support.bodies import finish_together
-from tests.support.models import SMALL_BUCKETS, backward, gradients, mean_gradients, mlp
+from tests.support.models import SMALL_BUCKETS, attached, backward, gradients, mean_gradients
 from tests.support.ranks import on_ranks
 from tests.support.transports import EVERY_TRANSPORT, TRANSPORTS_OVER_TORCH
 
 pytestmark = [pytest.mark.usefixtures("transport"), pytest.mark.transports(*EVERY_TRANSPORT)]
 
 
-def attached(comm):
+def _after_a_step(comm):
     """A model with a bucket for each parameter, after a step, and the gradients of the next one."""
-    model = mlp()
-    fastcomm.Reducer(comm, **SMALL_BUCKETS).attach(model)
+    model, _, _ = attached(comm, **SMALL_BUCKETS)
     backward(model, comm.rank)
     model.zero_grad()
     return model, mean_gradients(model, comm.world_size, backward)
@@ -29,7 +27,7 @@ def attached(comm):
 
 @on_ranks(2)
 def test_a_gradient_may_be_another_tensor_on_its_own_memory(comm):
-    model, expected = attached(comm)
+    model, expected = _after_a_step(comm)
     backward(model, comm.rank)
     for parameter in model.parameters():
         parameter.grad = parameter.grad.detach().zero_()
@@ -41,10 +39,10 @@ def test_a_gradient_may_be_another_tensor_on_its_own_memory(comm):
 @pytest.mark.transports(*TRANSPORTS_OVER_TORCH)
 @on_ranks(2)
 def test_gradients_of_a_reducer_that_is_gone_may_be_used(comm):
-    model, _ = attached(comm)
+    model, _ = _after_a_step(comm)
     backward(model, comm.rank)
     kept = [parameter.grad for parameter in model.parameters()]
-    fresh, expected = attached(comm)
+    fresh, expected = _after_a_step(comm)
     del model
     for parameter, gradient in zip(fresh.parameters(), kept, strict=True):
         parameter.grad = gradient.zero_()
@@ -67,8 +65,7 @@ class Pair(nn.Module):
 @on_ranks(2)
 def test_gradients_that_are_torchs_zero_tensors_count_as_zeros(comm, buckets):
     """As of the derivative of sgn(), which is zero everywhere."""
-    model = Pair()
-    reducer = fastcomm.Reducer(comm, **buckets).attach(model)
+    model, reducer, _ = attached(comm, Pair(), **buckets)
     for is_on_all in (False, True):
         model.zero_grad()
         loss = torch.sgn(model.whole()).sum()
@@ -107,8 +104,7 @@ def by_hand(model):
 )
 @on_ranks(2)
 def test_gradients_without_memory_are_refused_by_name(comm, make):
-    model = Pair()
-    reducer = fastcomm.Reducer(comm).attach(model)
+    model, reducer, _ = attached(comm, Pair())
     words = r"gradient of parameter (first|second) is a \w+ without memory|abandoned"
     with pytest.raises(FastcommError, match=words):
         make(model)
@@ -121,8 +117,7 @@ def test_gradients_without_memory_are_refused_by_name(comm, make):
 
 @on_ranks(2)
 def test_attach_and_check_in_sync_refuse_parameters_without_memory(comm):
-    model = Pair()
-    reducer = fastcomm.Reducer(comm).attach(model)
+    model, reducer, _ = attached(comm, Pair())
     if comm.rank == 1:
         model.second.untyped_storage().resize_(0)
     errors, words = (FastcommError, ValueError), "parameter second is a .* without memory"
@@ -155,8 +150,7 @@ MOVES = [assign, share, put_elsewhere]
 @pytest.mark.parametrize("move", MOVES, ids=lambda move: move.__name__)
 @on_ranks(2)
 def test_norms_counts_and_clipping_see_gradients_that_were_moved(comm, move, buckets):
-    model = nn.Linear(400, 1, bias=False)
-    reducer = fastcomm.Reducer(comm, **buckets).attach(model)
+    model, reducer, _ = attached(comm, nn.Linear(400, 1, bias=False), **buckets)
     for step in range(4):
         model.zero_grad()
         model(torch.ones(1, 400)).sum().backward()
@@ -171,8 +165,7 @@ def test_norms_counts_and_clipping_see_gradients_that_were_moved(comm, move, buc
 
 @on_ranks(2)
 def test_a_gradient_that_nobody_uses_stays_though_it_is_another_tensor_on_its_memory(comm):
-    model = Pair()
-    fastcomm.Reducer(comm, op="sum").attach(model)
+    model, _, _ = attached(comm, Pair(), op="sum")
     model.whole().sum().backward()
     model.first.grad = model.first.grad.detach()
     model.second.sum().backward()
@@ -181,8 +174,7 @@ def test_a_gradient_that_nobody_uses_stays_though_it_is_another_tensor_on_its_me
 
 @on_ranks(2)
 def test_a_gradient_that_was_turned_in_place_is_reduced_as_it_is(comm):
-    model = nn.Linear(3, 3, bias=False)
-    reducer = fastcomm.Reducer(comm).attach(model)
+    model, reducer, _ = attached(comm, nn.Linear(3, 3, bias=False))
     model(torch.ones(1, 3)).sum().backward()
     wanted = torch.arange(9.0).view(3, 3)
     model.weight.grad.copy_(wanted if comm.rank else wanted.t())

@@ -23,7 +23,15 @@ import fastcomm
 from fastcomm import FastcommError, PeerLostError
 from fastcomm.reducer.bucket import Bucket
 from tests.support.bodies import hear_of_it, my_place, note
-from tests.support.models import Fail, assert_gradients, backward, batch, mean_gradients, mlp
+from tests.support.models import (
+    Fail,
+    assert_gradients,
+    attached,
+    backward,
+    batch,
+    mean_gradients,
+    mlp,
+)
 from tests.support.outcomes import values_of
 from tests.support.ranks import fresh_ranks, on_ranks
 from tests.support.transports import EVERY_TRANSPORT
@@ -156,9 +164,8 @@ def _interrupt():
 @on_ranks(2)
 def test_an_interrupt_before_the_last_bucket_is_launched_costs_one_step(comm, buckets):
     """The signal comes as autograd calls the reducer back, before that has done anything."""
-    model = mlp()
+    model, _, _ = attached(comm, **buckets)
     expected = mean_gradients(model, comm.world_size, backward)
-    fastcomm.Reducer(comm, **buckets).attach(model)
     if comm.rank == 1:
         with pytest.MonkeyPatch.context() as patch, pytest.raises(Interrupted):
             patch.setattr(fastcomm.reducer.reducer, "enclosing_backward", _interrupt)
@@ -210,9 +217,8 @@ def test_an_interrupt_while_the_ranks_meet_after_an_exception_does_not_part_them
     """On shared memory and over Gloo the ranks meet inside abandon(); over NCCL at their next
     collective.
     """
-    model = mlp()
+    model, _, _ = attached(comm, **buckets)
     expected = mean_gradients(model, comm.world_size, backward)
-    fastcomm.Reducer(comm, **buckets).attach(model)
     if comm.rank == 1 and not _is_nccl(comm):
         with interrupted("_leave"), pytest.raises(RuntimeError, match="out of luck"):
             _fails(model, comm.rank)
@@ -235,9 +241,8 @@ def test_an_interrupt_while_the_ranks_meet_after_an_exception_does_not_part_them
 @on_ranks(2)
 def test_an_interrupt_of_a_round_that_another_rank_abandons_costs_that_step(comm):
     """Both end the step; the communicator stays, and nobody abandons a second time."""
-    model = mlp()
+    model, _, _ = attached(comm)
     expected = mean_gradients(model, comm.world_size, backward)
-    fastcomm.Reducer(comm).attach(model)
     before = comm.n_abandoned
     try:
         if comm.rank == 1:
@@ -256,8 +261,7 @@ def test_an_interrupt_of_a_round_that_another_rank_abandons_costs_that_step(comm
 
 
 def _interrupt_twice(comm):
-    model = mlp()
-    fastcomm.Reducer(comm).attach(model)
+    model, _, _ = attached(comm)
     backward(model, comm.rank)
     if comm.rank == 1:
         with interrupted("finish", times=2, forget=False), pytest.raises(Interrupted):

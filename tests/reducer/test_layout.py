@@ -37,12 +37,6 @@ def test_every_parameter_lies_in_exactly_one_bucket(parameters, cap, first_cap):
     assert all(slot.numel == parameters[slot.index][0] for slot in slots)
 
 
-@given(uniform, caps, caps)
-def test_parameters_come_in_reverse_registration_order(parameters, cap, first_cap):
-    indices = [slot.index for bucket in plan(parameters, cap, first_cap) for slot in bucket.slots]
-    assert indices == list(reversed(range(len(parameters))))
-
-
 @given(mixed, caps, caps)
 def test_parameters_of_one_dtype_come_in_reverse_registration_order(parameters, cap, first_cap):
     buckets = plan(parameters, cap, first_cap)

@@ -29,14 +29,6 @@ def _train(comm, model, block=lambda reducer: nullcontext(), **options):
     return weakref.ref(reducer), weakref.ref(model[0].weight)
 
 
-def _narrow_wire(comm, model):
-    return _train(comm, model, wire_dtype=torch.bfloat16)
-
-
-def _largest(comm, model):
-    return _train(comm, model, op="max")
-
-
 def _skip_nonfinite(comm, model):
     return _train(comm, model, skip_nonfinite=True)
 
@@ -53,13 +45,6 @@ def _weight_of_no_backward(comm, model):
     references = _train(comm, model)
     references[0]().set_weight(0)
     return references
-
-
-def _clipping(comm, model):
-    reducer = fastcomm.Reducer(comm).attach(model)
-    backward(model, comm.rank)
-    reducer.clip_grad_norm_(1.0)
-    return weakref.ref(reducer), weakref.ref(model[0].weight)
 
 
 def _graphs(comm, model):
@@ -92,12 +77,9 @@ def _diloco(comm, model):
     "train",
     [
         _train,
-        _narrow_wire,
-        _largest,
         _skip_nonfinite,
         _weights,
         _weight_of_no_backward,
-        _clipping,
         _graphs,
         _no_sync,
         _join,
@@ -130,28 +112,6 @@ def _fail_early(model):
     with pytest.raises(RuntimeError, match="out of luck"):
         backward(model, 0)
     return weakref.ref(model[0].weight)
-
-
-def test_torch_frees_what_a_failed_backward_has_not_come_to_in_the_next_one():
-    parameter = _fail_early(mlp())
-    gc.collect()
-    assert parameter() is not None
-    torch.zeros((), requires_grad=True).backward()
-    assert parameter() is None
-
-
-@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True:UserWarning")
-def test_in_torch_a_gradient_with_a_graph_holds_its_model_for_ever():
-    """Why fastcomm cannot do better: see docs/limits.md."""
-    model = mlp()
-    parameters = [weakref.ref(parameter) for parameter in model.parameters()]
-    loss_of(model, 0).backward(create_graph=True)
-    del model
-    gc.collect()
-    assert all(parameter() is not None for parameter in parameters)
-    for parameter in parameters:
-        parameter().grad = None
-    assert all(parameter() is None for parameter in parameters)
 
 
 @on_ranks(2)

@@ -67,11 +67,6 @@ def test_a_step_ends_rounds_in_the_order_of_reducers_which_is_that_of_all_ranks(
     assert steps[3:] == ["after 0", "after 1", "after 2"]
 
 
-def test_a_step_asks_no_reducer_of_other_parameters(reducers, steps):
-    sgd(reducers[1]).step()
-    assert steps == ["before 1, since None", "after 1"]
-
-
 def test_a_step_says_how_many_rounds_had_ended_at_the_one_before(reducers, steps):
     optimizer = sgd(reducers[1])
     optimizer.step()
@@ -79,12 +74,6 @@ def test_a_step_says_how_many_rounds_had_ended_at_the_one_before(reducers, steps
     optimizer.step()
     optimizer.step()
     assert steps[2::2] == ["before 1, since 10", "before 1, since 12"]
-
-
-def test_another_optimizer_has_made_no_step(reducers, steps):
-    sgd(reducers[1]).step()
-    sgd(reducers[1]).step()
-    assert steps[2] == "before 1, since None"
 
 
 def test_a_step_remembers_its_rounds_when_another_model_comes(reducers, steps):

@@ -18,6 +18,7 @@ import fastcomm
 from fastcomm import FastcommError, MismatchError
 from tests.support.models import (
     assert_gradients,
+    attached,
     backward,
     mean_gradients,
     mlp,
@@ -57,6 +58,16 @@ def test_error_feedback_is_refused_where_there_is_nothing_to_feed_back(comm):
     if not comm.feeds_back_errors:
         with pytest.raises(ValueError, match=f"over {comm.backend}, error_feedback=True is not"):
             fastcomm.Reducer(comm, wire_dtype=torch.bfloat16, error_feedback=True)
+
+
+@pytest.mark.transports("group")
+@on_ranks(2)
+def test_error_feedback_goes_with_neither_weights_nor_join(comm):
+    model, reducer, _ = attached(comm, wire_dtype=torch.int8, error_feedback=True)
+    for call in (reducer.join, lambda: reducer.set_weight(1)):
+        with pytest.raises(ValueError, match="error_feedback=True"):
+            call()
+    assert reducer.attached_model() is model
 
 
 @on_ranks(2)
@@ -114,13 +125,14 @@ def test_attach_refuses_a_model_without_trainable_parameters(comm):
 
 @on_ranks(2)
 def test_attach_refuses_a_second_model(comm):
-    model = mlp()
-    reducer = fastcomm.Reducer(comm).attach(model)
+    model, reducer, _ = attached(comm)
     with pytest.raises(BAD_INPUT, match="detach"):
         reducer.attach(mlp())
 
 
-@pytest.mark.parametrize("method", ["grad_norm", "refresh", "sync_buffers", "synchronize"])
+@pytest.mark.parametrize(
+    "method", ["grad_norm", "refresh", "sync_buffers", "synchronize", "reduce", "check_in_sync"]
+)
 @on_ranks(2)
 def test_methods_before_attach_say_that_attach_is_missing(comm, method):
     with pytest.raises(BAD_INPUT, match="attach"):
@@ -151,9 +163,8 @@ def test_attach_refuses_a_parameter_that_is_given_twice(comm):
 @pytest.mark.parametrize("method", ["detach", "refresh"])
 @on_ranks(2)
 def test_a_backward_goes_on_though_a_hook_in_it_wants_another_plan(comm, method):
-    model = mlp()
+    model, reducer, _ = attached(comm)
     expected = mean_gradients(model, comm.world_size, backward)
-    reducer = fastcomm.Reducer(comm).attach(model)
     heard = []
 
     def try_it(_):
@@ -174,9 +185,7 @@ def test_a_backward_goes_on_though_a_hook_in_it_wants_another_plan(comm, method)
 
 @on_ranks(2)
 def test_an_optimizer_of_replaced_parameters_is_told_to_be_made_anew(comm):
-    model = mlp()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    reducer = fastcomm.Reducer(comm).attach(model)
+    model, reducer, optimizer = attached(comm)
     backward(model, comm.rank)
     optimizer.step()
     optimizer.zero_grad()
@@ -195,9 +204,7 @@ def test_an_optimizer_of_replaced_parameters_is_told_to_be_made_anew(comm):
 
 @on_ranks(2)
 def test_an_optimizer_may_hold_replaced_parameters_beside_those_in_their_place(comm):
-    model = mlp()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    reducer = fastcomm.Reducer(comm).attach(model)
+    model, reducer, optimizer = attached(comm)
     model[4] = nn.Linear(16, 4)
     reducer.refresh()
     optimizer.add_param_group({"params": list(model[4].parameters())})

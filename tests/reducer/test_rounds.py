@@ -19,7 +19,13 @@ from fastcomm import AbandonedError, MismatchError
 from fastcomm.comm.objects import gather_objects
 from fastcomm.reducer import round as round_module
 from fastcomm.reducer.round import Round, State
-from tests.support.models import SMALL_BUCKETS, assert_gradients, backward, mean_gradients, mlp
+from tests.support.models import (
+    SMALL_BUCKETS,
+    assert_gradients,
+    attached,
+    backward,
+    mean_gradients,
+)
 from tests.support.ranks import on_ranks
 from tests.support.transports import EVERY_TRANSPORT
 
@@ -28,8 +34,7 @@ pytestmark = pytest.mark.usefixtures("transport")
 
 def _round(comm, n_steps: int = 0) -> tuple[torch.nn.Module, Round]:
     """An open round of a model whose gradients are this rank's number plus 1."""
-    model = mlp()
-    reducer = fastcomm.Reducer(comm, **SMALL_BUCKETS).attach(model)
+    model, reducer, _ = attached(comm, **SMALL_BUCKETS)
     for parameter in model.parameters():
         parameter.grad = torch.full_like(parameter, comm.rank + 1.0)
     return model, Round(comm, reducer.buckets, "mean", 1, n_steps)
@@ -151,9 +156,8 @@ def _step(model, comm, signal: _SignalAt) -> bool:
 @pytest.mark.transports("shm", "group")
 @on_ranks(2)
 def test_a_signal_between_any_two_statements_leaves_the_ranks_in_step(comm):
-    model = mlp()
+    model, reducer, _ = attached(comm, **SMALL_BUCKETS)
     expected = mean_gradients(model, comm.world_size, backward)
-    reducer = fastcomm.Reducer(comm, **SMALL_BUCKETS).attach(model)
     n, goes_on, outcomes = 0, True, set()
     while goes_on:
         signal = _SignalAt(n)

@@ -9,7 +9,7 @@ import torch
 
 import fastcomm
 from fastcomm import MismatchError
-from tests.support.models import assert_gradients, backward, mean_gradients, mlp
+from tests.support.models import assert_gradients, attached, backward, mean_gradients
 from tests.support.ranks import on_ranks
 
 pytestmark = [
@@ -62,9 +62,7 @@ def _fail_in_a_step(comm, model, reducer, optimizer):
 )
 @on_ranks(2)
 def test_ranks_that_made_different_numbers_of_steps_all_hear_of_it(comm, differ):
-    model = mlp()
-    reducer = fastcomm.Reducer(comm).attach(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, reducer, optimizer = attached(comm)
     backward(model, comm.rank)
     optimizer.step()
     differ(comm, model, reducer, optimizer)
@@ -85,8 +83,7 @@ def test_ranks_that_made_different_numbers_of_steps_all_hear_of_it(comm, differ)
 
 @on_ranks(2)
 def test_ranks_that_reduce_different_backwards_are_told_of_no_sync(comm):
-    model = mlp()
-    reducer = fastcomm.Reducer(comm).attach(model)
+    model, reducer, _ = attached(comm)
     if comm.rank == 1:
         with reducer.no_sync():
             backward(model, comm.rank)
@@ -100,8 +97,7 @@ def test_ranks_that_reduce_different_backwards_are_told_of_no_sync(comm):
 
 @on_ranks(3)
 def test_several_optimizers_and_local_steps_count_alike_on_all_ranks(comm):
-    model = mlp()
-    reducer = fastcomm.Reducer(comm).attach(model)
+    model, reducer, _ = attached(comm)
     first = torch.optim.SGD(model[0].parameters(), lr=0.1)
     others = torch.optim.SGD(model[2:].parameters(), lr=0.1)
     for step in range(3):
@@ -142,8 +138,7 @@ def _clip_to_numbers_of_their_own(comm, model, reducer):
 @on_ranks(2)
 def test_ranks_that_made_as_many_steps_but_others_all_hear_of_it(comm, differ):
     """Of steps that change nothing: what comes of others is compared, too."""
-    model = mlp()
-    reducer = fastcomm.Reducer(comm).attach(model)
+    model, reducer, _ = attached(comm)
     backward(model, comm.rank)
     why = differ(comm, model, reducer)
     model.zero_grad()
@@ -157,8 +152,7 @@ def test_ranks_that_made_as_many_steps_but_others_all_hear_of_it(comm, differ):
 
 @on_ranks(2)
 def test_optimizers_may_step_in_any_order_and_clip(comm):
-    model = mlp()
-    reducer = fastcomm.Reducer(comm).attach(model)
+    model, reducer, _ = attached(comm)
     halves = [torch.optim.SGD(part.parameters(), lr=0.1) for part in (model[0], model[2:])]
     for step in range(3):
         model.zero_grad()
@@ -171,9 +165,7 @@ def test_optimizers_may_step_in_any_order_and_clip(comm):
 
 @on_ranks(2)
 def test_zeros_that_a_refresh_has_kept_may_be_stepped(comm):
-    model = mlp()
-    reducer = fastcomm.Reducer(comm).attach(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, reducer, optimizer = attached(comm)
     backward(model, comm.rank)
     optimizer.step()
     optimizer.zero_grad(set_to_none=False)
@@ -186,9 +178,7 @@ def test_zeros_that_a_refresh_has_kept_may_be_stepped(comm):
 @on_ranks(2)
 def test_a_compiled_step_is_not_compiled_again_and_again(comm):
     """torch's compiler traces the steps of optimizers, and is to trace nothing of fastcomm."""
-    model = mlp()
-    fastcomm.Reducer(comm).attach(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, _, optimizer = attached(comm)
     compiled = torch.compile(optimizer.step, backend="eager")
     with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True, recompile_limit=3):
         for step in range(8):

@@ -15,6 +15,7 @@ from tests.support.models import (
     Heads,
     Transformer,
     assert_gradients,
+    attached,
     backward,
     batch,
     check_gradients,
@@ -101,8 +102,7 @@ def test_attach_takes_named_parameters_instead_of_a_module(comm, buckets):
 
 @on_ranks(2)
 def test_sync_buffers_gives_every_rank_the_buffers_of_one(comm):
-    model = convnet()
-    reducer = fastcomm.Reducer(comm).attach(model)
+    model, reducer, _ = attached(comm, convnet())
     for step in range(comm.rank + 1):
         generator = torch.Generator(torch.get_default_device()).manual_seed(step)
         model(torch.randn(4, 3, 12, 12, generator=generator) + comm.rank)
@@ -143,19 +143,8 @@ def _bearer(parameter):
 
 
 @on_ranks(2)
-def test_grad_norm_is_the_norm_of_all_reduced_gradients(comm, buckets):
-    model = Transformer()
-    reducer = fastcomm.Reducer(comm, **buckets).attach(model)
-    text_backward(model, comm.rank)
-    torch.testing.assert_close(
-        float(reducer.grad_norm()), float(_with_norm(model)), rtol=1e-6, atol=0
-    )
-
-
-@on_ranks(2)
 def test_grad_norm_sees_what_the_user_did_to_the_gradients(comm, buckets):
-    model = mlp()
-    reducer = fastcomm.Reducer(comm, **buckets).attach(model)
+    model, reducer, _ = attached(comm, **buckets)
     backward(model, comm.rank)
     model[0].weight.grad.mul_(10)
     model[2].weight.grad = torch.ones_like(model[2].weight)
@@ -192,8 +181,7 @@ def test_a_norm_to_clip_to_is_positive(comm, max_norm):
 @pytest.mark.parametrize("share", [0.3, 1.0, 3.0])
 @on_ranks(2)
 def test_clip_grad_norm_does_what_torchs_does(comm, buckets, share):
-    model = mlp()
-    reducer = fastcomm.Reducer(comm, **buckets).attach(model)
+    model, reducer, _ = attached(comm, **buckets)
     backward(model, comm.rank)
     max_norm = share * float(_with_norm(model))
     bearers = [_bearer(parameter) for parameter in model.parameters()]
@@ -211,9 +199,7 @@ def test_clip_grad_norm_does_what_torchs_does(comm, buckets, share):
 
 @on_ranks(2)
 def test_an_optimizer_step_without_a_backward_waits_for_nobody(comm):
-    model = mlp()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    fastcomm.Reducer(comm).attach(model)
+    model, _, optimizer = attached(comm)
     if comm.rank == 0:
         optimizer.step()
     comm.barrier()
@@ -221,9 +207,8 @@ def test_an_optimizer_step_without_a_backward_waits_for_nobody(comm):
 
 @on_ranks(2)
 def test_synchronize_may_be_called_at_any_time_and_twice(comm, buckets):
-    model = mlp()
+    model, reducer, _ = attached(comm, **buckets)
     expected = mean_gradients(model, comm.world_size, backward)
-    reducer = fastcomm.Reducer(comm, **buckets).attach(model)
     reducer.synchronize()
     backward(model, comm.rank)
     reducer.synchronize()
@@ -321,17 +306,6 @@ def test_a_detached_model_is_no_longer_reduced(comm, buckets):
 
 
 @on_ranks(2)
-def test_gradients_outlive_the_reducer(comm, buckets):
-    model = mlp()
-    reducer = check_gradients(comm, model, backward, **buckets)
-    before = gradients(model)
-    reducer.detach()
-    del reducer
-    gc.collect()
-    assert_gradients(model, before)
-
-
-@on_ranks(2)
 def test_a_detached_reducer_may_be_attached_again(comm, buckets):
     reducer = fastcomm.Reducer(comm, **buckets)
     for _ in range(2):
@@ -341,16 +315,6 @@ def test_a_detached_reducer_may_be_attached_again(comm, buckets):
         backward(model, comm.rank)
         assert_gradients(model, expected)
         reducer.detach()
-
-
-@on_ranks(2)
-def test_a_reducer_nobody_holds_goes_on_reducing(comm, buckets):
-    model = mlp()
-    expected = mean_gradients(model, comm.world_size, backward)
-    fastcomm.Reducer(comm, **buckets).attach(model)
-    gc.collect()
-    backward(model, comm.rank)
-    assert_gradients(model, expected)
 
 
 @on_ranks(2)

@@ -222,6 +222,15 @@ def are_close(tensor: Tensor, wanted: Tensor, rtol: float, atol: float) -> bool:
     return alike and torch.allclose(tensor, wanted, rtol=rtol, atol=atol)
 
 
+def attached(
+    comm: Any, model: nn.Module | None = None, **options: Any
+) -> tuple[Any, fastcomm.Reducer, torch.optim.Optimizer]:
+    """A model (mlp(), if none is given) with a reducer, and an optimizer of it."""
+    model = mlp() if model is None else model
+    reducer = fastcomm.Reducer(comm, **options).attach(model)
+    return model, reducer, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
 def check_gradients(
     comm: Any, model: nn.Module, run: Callable[[nn.Module, int], None], **options: Any
 ) -> fastcomm.Reducer:

@@ -25,6 +25,7 @@ from fastcomm.reducer.features.graph_split import full_at
 from tests.support.models import (
     SMALL_BUCKETS,
     Transformer,
+    attached,
     backward,
     convnet,
     image_backward,
@@ -331,8 +332,7 @@ def test_a_sparse_embedding_is_compiled_and_no_graph_is_cut_for_it(comm):
 
 @on_ranks(1)
 def test_what_cannot_be_compiled_is_refused(comm):
-    model = mlp()
-    reducer = fastcomm.Reducer(comm).attach(model)
+    model, reducer, _ = attached(comm)
     with pytest.raises(TypeError, match="expected a module; got function"):
         reducer.compile(lambda x: model(x))
     with pytest.raises(ValueError, match="Sequential is compiled as one graph already"):

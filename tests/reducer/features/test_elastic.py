@@ -25,11 +25,13 @@ from fastcomm.reducer import plan
 from fastcomm.reducer.features import elastic
 from fastcomm.reducer.round import Round
 from tests.support.bodies import Place, communicator, leave, note, noted, wait_for_note
+from tests.support.models import attached
 from tests.support.outcomes import Outcome, values_of
 from tests.support.ranks import fresh_ranks
 from tests.support.transports import EVERY_TRANSPORT, environment_of
 
 over_every_transport = pytest.mark.parametrize("backend", EVERY_TRANSPORT)
+over_two = pytest.mark.parametrize("backend", ["shm", "group"])
 STEPS = 12
 ROWS = 12  # of all ranks together in a step, which 1 to 4 ranks share out
 
@@ -339,7 +341,7 @@ def _use_batches(place: Place, fails_at: int) -> list[int]:
     return used
 
 
-@over_every_transport
+@over_two
 def test_batches_of_a_step_that_was_abandoned_come_again_on_all_ranks(backend):
     assert values_of(_run(backend, 2, _use_batches, 3)) == [list(range(8))] * 2
 
@@ -365,7 +367,7 @@ def _lose_one_while_accumulating(place: Place) -> list[float]:
     return seen
 
 
-@over_every_transport
+@over_two
 def test_what_was_accumulated_is_made_again_when_a_rank_is_lost(backend):
     seen = values_of(_run(backend, 3, _lose_one_while_accumulating), 1)
     assert seen == [[3.0, 7.0, 11.0, 15.0]] * 2
@@ -379,7 +381,7 @@ def _have_unequal_numbers(place: Place) -> int:
     return len(training.sizes)
 
 
-@over_every_transport
+@over_two
 def test_the_loop_ends_with_the_first_rank_that_has_no_batch(backend):
     assert values_of(_run(backend, 2, _have_unequal_numbers)) == [4, 4]
 
@@ -400,7 +402,7 @@ def _train_two_models(place: Place) -> Any:
     return one.end(), other.end(), one.reducer.skipped
 
 
-@over_every_transport
+@over_two
 def test_what_comes_after_a_dropped_round_of_one_model_is_dropped_with_it(backend):
     ends = values_of(_run(backend, 3, _train_two_models), 2)
     for one, other, is_skipped in ends:
@@ -485,8 +487,7 @@ def _refuse(place: Place) -> list[str]:
             reducer.elastic([], **options)
         seen.append(str(caught.value))
 
-    model = nn.Linear(2, 1)
-    reducer = fastcomm.Reducer(comm).attach(model)
+    model, reducer, _ = attached(comm, nn.Linear(2, 1))
     refused(reducer, state=[0])
     with reducer.join():
         refused(reducer)
@@ -546,7 +547,7 @@ def _lose_shards(place: Place) -> Any:
     return training.end()
 
 
-@over_every_transport
+@over_two
 def test_a_sharded_optimizer_goes_on_from_a_checkpoint_alone(backend):
     ends = values_of(_run(backend, 3, _lose_shards), 2)
     assert [one[0] for one in ends] == [[3] * 5 + [2] * 7] * 2

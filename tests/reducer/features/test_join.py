@@ -18,7 +18,7 @@ from torch.amp import GradScaler
 import fastcomm
 from fastcomm import AbandonedError, FastcommError, MismatchError
 from tests.support.bodies import finish_together
-from tests.support.models import SMALL_BUCKETS
+from tests.support.models import SMALL_BUCKETS, attached
 from tests.support.ranks import on_ranks
 from tests.support.transports import EVERY_TRANSPORT, over
 from tests.support.uneven import ANNOUNCING, LR, data_of, loss_of, small
@@ -123,26 +123,6 @@ def check(comm, plan, **options):
         reducer.detach()
 
 
-UNEVEN = {
-    1: [((4,),)],
-    2: [((7, 11),), ((0, 5),), ((3, 3),), ((1, 0), (2, 4), (0, 0))],
-    4: [((7, 11, 0, 3),), ((2, 0, 5, 5), (6, 1, 1, 1))],
-}
-
-
-@pytest.mark.parametrize("is_loop", [False, True], ids=["block", "loop"])
-@over(2, shm=(1, 2, 4))
-def test_training_is_that_of_one_process_that_averages_over_ranks_with_data(
-    ranks, transport, world_size, is_loop, buckets
-):
-    ranks(world_size, check_all, UNEVEN[world_size], is_loop, buckets)
-
-
-def check_all(comm, counts, is_loop, buckets):
-    for one in counts:
-        check(comm, Plan(one, is_loop), **buckets)
-
-
 def drawn(world_size, number):
     """A plan, the same on all ranks."""
     draw = random.Random(number)
@@ -207,8 +187,7 @@ def epoch(reducer, model, optimizer, n, scheduler=None, **options):
 
 @on_ranks(2)
 def test_state_goes_to_the_ranks_that_have_ended_earlier(comm):
-    model = small()
-    reducer = fastcomm.Reducer(comm).attach(model)
+    model, reducer, _ = attached(comm, small())
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
     state = [optimizer, scheduler]
@@ -221,8 +200,7 @@ def test_state_goes_to_the_ranks_that_have_ended_earlier(comm):
 
 @on_ranks(2)
 def test_an_optimizer_whose_state_has_fallen_behind_does_not_step(comm):
-    model = small()
-    reducer = fastcomm.Reducer(comm).attach(model)
+    model, reducer, _ = attached(comm, small())
     optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9)
     epoch(reducer, model, optimizer, 3)
     epoch(reducer, model, optimizer, 2 + comm.rank)
@@ -276,8 +254,7 @@ def test_a_sharded_optimizer_is_refused_and_goes_with_weights_of_0(comm):
 @only_shm
 @on_ranks(2)
 def test_a_grad_scaler_that_has_fallen_behind_is_found_after_the_next_step(comm):
-    model = small()
-    reducer = fastcomm.Reducer(comm).attach(model)
+    model, reducer, _ = attached(comm, small())
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0, growth_interval=2)
     scaled_epoch(reducer, model, optimizer, scaler, 2 + 3 * comm.rank, [optimizer, scaler])
@@ -292,29 +269,13 @@ def test_a_grad_scaler_that_has_fallen_behind_is_found_after_the_next_step(comm)
 @only_shm
 @on_ranks(2)
 def test_a_grad_scaler_that_is_off_or_given_hides_no_scheduler(comm):
-    model = small()
-    reducer = fastcomm.Reducer(comm).attach(model)
+    model, reducer, _ = attached(comm, small())
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
     off = torch.amp.GradScaler("cpu", enabled=False)
     scaled_epoch(reducer, model, optimizer, off, 2 + comm.rank, ())
     optimizer.step()
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
     epoch(reducer, model, optimizer, 2 + comm.rank, scheduler, state=[optimizer, off])
-    loss_of(model, data_of(comm.rank, 0)).backward()
-    with pytest.raises(FastcommError, match="the options of SGD differ now"):
-        optimizer.step()
-
-
-@on_ranks(2)
-def test_options_that_a_scheduler_has_moved_apart_are_found(comm):
-    model = small()
-    reducer = fastcomm.Reducer(comm).attach(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
-    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
-    for _ in range(2):  # one step of it for each epoch is right
-        epoch(reducer, model, optimizer, 2 + comm.rank)
-        scheduler.step()
-    epoch(reducer, model, optimizer, 2 + comm.rank, scheduler, state=[optimizer])
     loss_of(model, data_of(comm.rank, 0)).backward()
     with pytest.raises(FastcommError, match="the options of SGD differ now"):
         optimizer.step()
@@ -346,8 +307,7 @@ def test_a_learning_rate_that_has_fallen_behind_is_found(comm, counts):
 
 @on_ranks(2)
 def test_gradients_of_different_steps_are_dropped(comm):
-    model = small()
-    reducer = fastcomm.Reducer(comm).attach(model)
+    model, reducer, _ = attached(comm, small())
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
     epoch(reducer, model, optimizer, 2)
     kept = [p.grad.clone() for p in model.parameters()]
@@ -387,8 +347,7 @@ def test_blocks_of_several_reducers_are_one(comm):
 @announcing
 @on_ranks(3)
 def test_a_step_that_was_abandoned_is_no_end(comm):
-    model = small()
-    reducer = fastcomm.Reducer(comm).attach(model)
+    model, reducer, _ = attached(comm, small())
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
     n_skipped = 0
     with reducer.join(range(2 + 2 * comm.rank)) as batches:
@@ -461,8 +420,7 @@ def count_collectives(comm):
 @pytest.mark.parametrize("is_loop", [False, True], ids=["block", "loop"])
 @on_ranks(3)
 def test_all_ranks_stop_with_the_first(comm, is_loop):
-    model = small()
-    reducer = fastcomm.Reducer(comm, **SMALL_BUCKETS).attach(model)
+    model, reducer, _ = attached(comm, small(), **SMALL_BUCKETS)
     optimizer = torch.optim.Adam(model.parameters(), lr=LR)
     total = 0
     for counts in ((4, 2, 9), (1, 0, 0), (3, 3, 3)):
@@ -486,8 +444,7 @@ def test_all_ranks_stop_with_the_first(comm, is_loop):
 
 @on_ranks(2)
 def test_a_rank_that_breaks_stops_all(comm):
-    model = small()
-    reducer = fastcomm.Reducer(comm).attach(model)
+    model, reducer, _ = attached(comm, small())
     given = []
     with reducer.join(range(5), strategy="stop") as batches:
         for i in batches:
@@ -501,8 +458,7 @@ def test_a_rank_that_breaks_stops_all(comm):
 @announcing
 @on_ranks(2)
 def test_a_step_that_was_abandoned_in_a_loop_that_stops(comm):
-    model = small()
-    reducer = fastcomm.Reducer(comm).attach(model)
+    model, reducer, _ = attached(comm, small())
     given = []
     with reducer.join(range(3 + comm.rank), strategy="stop") as batches:
         for i in batches:
@@ -517,8 +473,7 @@ def test_a_step_that_was_abandoned_in_a_loop_that_stops(comm):
 @on_ranks(2)
 def test_a_weight_for_a_batch_that_has_not_come_is_forgotten(comm):
     """Else the next step would be a mismatch: only one rank has set it."""
-    model = small(0)
-    reducer = fastcomm.Reducer(comm).attach(model)
+    model, reducer, _ = attached(comm, small(0))
     with reducer.join([1, 2]) as batches:
         for n in batches:
             reducer.set_weight(n)

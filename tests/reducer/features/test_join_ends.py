@@ -13,9 +13,10 @@ from torch import nn
 import fastcomm
 from fastcomm import FastcommError, MismatchError, PeerLostError
 from fastcomm.reducer import plan
+from tests.support.models import attached
 from tests.support.ranks import on_ranks
 from tests.support.transports import EVERY_TRANSPORT
-from tests.support.uneven import ANNOUNCING, LR, data_of, loss_of, small
+from tests.support.uneven import ANNOUNCING, data_of, loss_of, small
 
 pytestmark = [pytest.mark.usefixtures("transport"), pytest.mark.transports(*EVERY_TRANSPORT)]
 only_shm = pytest.mark.transports("shm")
@@ -73,8 +74,7 @@ def test_an_exception_that_leaves_the_block_ends_it_on_all_ranks(ranks, transpor
 
 
 def fail_in_join(comm, is_loop):
-    model = small()
-    reducer = fastcomm.Reducer(comm).attach(model)
+    model, reducer, _ = attached(comm, small())
     batches = range(4 * comm.rank)
     with reducer.join(batches if is_loop else None) as given:
         for i in given if is_loop else batches:
@@ -93,8 +93,7 @@ def test_data_that_ends_inside_an_accumulation(ranks, transport):
 
 
 def end_in_no_sync(comm):
-    model = small()
-    reducer = fastcomm.Reducer(comm).attach(model)
+    model, reducer, _ = attached(comm, small())
     with reducer.join(range(3 + comm.rank)) as batches:
         for i in batches:
             with reducer.no_sync() if i % 2 == 0 else contextlib.nullcontext():
@@ -104,8 +103,7 @@ def end_in_no_sync(comm):
 @only_shm
 @on_ranks(2)
 def test_gradients_that_zero_grad_has_dropped_are_not_lost(comm):
-    model = small()
-    reducer = fastcomm.Reducer(comm).attach(model)
+    model, reducer, _ = attached(comm, small())
     with reducer.join():
         with reducer.no_sync():
             loss_of(model, data_of(comm.rank, 0)).backward()
@@ -119,8 +117,7 @@ def test_what_ends_a_loop_that_was_left_is_not_lost(ranks, transport):
 
 
 def break_beside_an_all_reduce(comm):
-    model = small()
-    reducer = fastcomm.Reducer(comm).attach(model)
+    model, reducer, _ = attached(comm, small())
     with reducer.join(range(3)) as batches:
         for _ in batches:
             if comm.rank:
@@ -132,8 +129,7 @@ def break_beside_an_all_reduce(comm):
 @only_shm
 @on_ranks(1)
 def test_a_block_may_be_left_in_any_way(comm):
-    model = small()
-    reducer = fastcomm.Reducer(comm).attach(model)
+    model, reducer, _ = attached(comm, small())
 
     def returned():
         with reducer.join(range(3)) as batches:
@@ -167,33 +163,11 @@ def passed_on(batches):
 @only_shm
 @on_ranks(1)
 def test_batches_end_with_their_block(comm):
-    model = small()
-    reducer = fastcomm.Reducer(comm).attach(model)
+    model, reducer, _ = attached(comm, small())
     with reducer.join(range(3)) as batches:
         assert next(batches) == 0
     with pytest.raises(FastcommError, match="after its block"):
         next(batches)
-
-
-@pytest.mark.parametrize("where", ["in the loop", "in an inner loop", "in the batches"])
-def test_an_exception_in_a_loop_ends_all_ranks(ranks, transport, where):
-    ranks.raises(2, (ZeroDivisionError, PeerLostError), fail_in_a_loop, where)
-
-
-def fail_in_a_loop(comm, where):
-    model = small()
-    reducer = fastcomm.Reducer(comm).attach(model)
-    source = range(3)
-    if where == "in the batches" and comm.rank:
-        source = (1 // j for j in range(1, -1, -1))
-    with reducer.join(source) as batches:
-        for i in batches:
-            if where == "in an inner loop" and comm.rank:
-                for _ in (1 // j for j in range(i, -1, -1)):
-                    pass
-            elif where == "in the loop" and comm.rank:
-                1 // (i - 1)
-            loss_of(model, data_of(comm.rank, i)).backward()
 
 
 # What is refused, before any rank is involved
@@ -238,31 +212,10 @@ def _leave_in_a_circle(comm):
     fastcomm.Reducer(comm, op="max").attach(model)
 
 
-@pytest.mark.transports("group")
-@on_ranks(2)
-def test_error_feedback_cannot_join(comm):
-    model = small().float()
-    reducer = fastcomm.Reducer(comm, wire_dtype=torch.int8, error_feedback=True).attach(model)
-    with pytest.raises(ValueError, match="error_feedback=True"):
-        reducer.join()
-
-
-@only_shm
-@on_ranks(2)
-def test_a_sharded_optimizer_cannot_join(comm):
-    model = small().float()
-    reducer = fastcomm.Reducer(comm).attach(model)
-    optimizer = fastcomm.ShardedOptimizer(reducer, torch.optim.SGD, lr=LR)
-    with pytest.raises(ValueError, match="a ShardedOptimizer"):
-        reducer.join([])
-    optimizer.step()
-
-
 @only_shm
 @on_ranks(2)
 def test_ranks_that_step_by_themselves_cannot_join(comm):
-    model = small().float()
-    reducer = fastcomm.Reducer(comm).attach(model)
+    model, reducer, _ = attached(comm, small().float())
     why = "a LocalSGD, whose ranks sync after the same number"
     with fastcomm.LocalSGD(reducer, every=2), pytest.raises(ValueError, match=why):
         reducer.join()

@@ -15,6 +15,7 @@ from fastcomm.reducer.round import Round
 from tests.support.bodies import Interrupted
 from tests.support.models import (
     assert_gradients,
+    attached,
     backward,
     mean_gradients,
     seed,
@@ -79,25 +80,13 @@ def check_steps(comm, reducer, model, n):
 @over_a_network
 @on_ranks(1, 2, 3)
 def test_buckets_follow_the_arrival_of_gradients_after_two_rounds(comm):
-    model = Shuffled()
-    reducer = fastcomm.Reducer(comm, **SMALL_BUCKETS).attach(model)
+    model, reducer, _ = attached(comm, Shuffled(), **SMALL_BUCKETS)
     layers = check_steps(comm, reducer, model, 5)
     if comm.world_size == 1:  # nothing travels
         assert layers == [AS_REGISTERED] * 6
     else:
         assert layers == [AS_REGISTERED] * 2 + [AS_ARRIVED] * 4
         assert "by arrival" in repr(reducer)
-
-
-@over_a_network
-@on_ranks(2)
-def test_another_model_is_traced_anew(comm):
-    reducer = fastcomm.Reducer(comm, **SMALL_BUCKETS)
-    for _ in range(2):
-        model = Shuffled()
-        reducer.attach(model)
-        assert check_steps(comm, reducer, model, 3) == [AS_REGISTERED] * 2 + [AS_ARRIVED] * 2
-        reducer.detach()
 
 
 @pytest.mark.parametrize("differs", ["from round to round", "from rank to rank"])
@@ -116,8 +105,7 @@ def test_graphs_that_differ_leave_the_buckets_alone(comm, differs):
 @over_a_network
 @on_ranks(2)
 def test_a_sharded_optimizer_keeps_the_buckets_it_has(comm):
-    model = Shuffled()
-    reducer = fastcomm.Reducer(comm, **SMALL_BUCKETS).attach(model)
+    model, reducer, _ = attached(comm, Shuffled(), **SMALL_BUCKETS)
     optimizer = fastcomm.ShardedOptimizer(reducer, torch.optim.SGD, lr=0.1)
     for number in range(4):
         backward(model, comm.rank, number)
@@ -128,8 +116,7 @@ def test_a_sharded_optimizer_keeps_the_buckets_it_has(comm):
 @over_a_network
 @on_ranks(2)
 def test_ranks_in_a_join_wait_until_it_is_over(comm):
-    model = Shuffled()
-    reducer = fastcomm.Reducer(comm, **SMALL_BUCKETS).attach(model)
+    model, reducer, _ = attached(comm, Shuffled(), **SMALL_BUCKETS)
     with reducer.join(range(3 + comm.rank)) as numbers:
         for number in numbers:
             backward(model, comm.rank, number)
@@ -141,8 +128,7 @@ def test_ranks_in_a_join_wait_until_it_is_over(comm):
 @over_a_network
 @on_ranks(2)
 def test_a_long_join_is_not_traced_for_ever(comm):
-    model = Shuffled()
-    reducer = fastcomm.Reducer(comm, **SMALL_BUCKETS).attach(model)
+    model, reducer, _ = attached(comm, Shuffled(), **SMALL_BUCKETS)
     n = plan.TRACED_ROUNDS + plan._PATIENCE_ROUNDS
     with reducer.join(range(n + comm.rank)) as numbers:
         for number in numbers:
@@ -155,8 +141,7 @@ def test_a_long_join_is_not_traced_for_ever(comm):
 @over_a_network
 @on_ranks(2)
 def test_where_the_round_that_decides_is_skipped_the_next_one_does(comm):
-    model = Shuffled()
-    reducer = fastcomm.Reducer(comm, **SMALL_BUCKETS).attach(model)
+    model, reducer, _ = attached(comm, Shuffled(), **SMALL_BUCKETS)
     for number in range(4):
         if number == 1 and comm.rank == 1:
             reducer.skip_step()
@@ -169,8 +154,7 @@ def test_where_the_round_that_decides_is_skipped_the_next_one_does(comm):
 @on_ranks(2)
 def test_a_rank_that_is_interrupted_takes_part_in_the_decision(comm):
     """A signal comes while rank 1 waits for the last bucket of the round that decides."""
-    model = Shuffled()
-    reducer = fastcomm.Reducer(comm, **SMALL_BUCKETS).attach(model)
+    model, reducer, _ = attached(comm, Shuffled(), **SMALL_BUCKETS)
     backward(model, comm.rank, 0)
     finish = Round.finish
 
@@ -215,8 +199,7 @@ def test_who_keeps_something_of_each_bucket_keeps_the_buckets(comm, attach):
 @over_a_network
 @on_ranks(2)
 def test_local_steps_keep_the_buckets(comm):
-    model = Shuffled()
-    reducer = fastcomm.Reducer(comm, **SMALL_BUCKETS).attach(model)
+    model, reducer, _ = attached(comm, Shuffled(), **SMALL_BUCKETS)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     with fastcomm.LocalSGD(reducer, every=1) as syncs:
         for number in range(3):
@@ -228,8 +211,7 @@ def test_local_steps_keep_the_buckets(comm):
 @over_a_network
 @on_ranks(2)
 def test_an_elastic_loop_follows_the_arrival(comm):
-    model = Shuffled()
-    reducer = fastcomm.Reducer(comm, **SMALL_BUCKETS).attach(model)
+    model, reducer, _ = attached(comm, Shuffled(), **SMALL_BUCKETS)
     for number in reducer.elastic(range(plan.TRACED_ROUNDS + 1)):
         backward(model, comm.rank, number)
         model.zero_grad()
@@ -255,16 +237,14 @@ def test_sizes_are_tuned_in_the_order_of_arrival(comm):
 @pytest.mark.transports("shm")
 @on_ranks(2)
 def test_over_shared_memory_buckets_stay_as_they_are(comm):
-    model = Shuffled()
-    reducer = fastcomm.Reducer(comm, **SMALL_BUCKETS).attach(model)
+    model, reducer, _ = attached(comm, Shuffled(), **SMALL_BUCKETS)
     assert check_steps(comm, reducer, model, 4) == [AS_REGISTERED] * 5
 
 
 @over_a_network
 @on_ranks(2)
 def test_after_a_refresh_the_parameters_that_are_left_are_traced_anew(comm):
-    model = Shuffled()
-    reducer = fastcomm.Reducer(comm, **SMALL_BUCKETS).attach(model)
+    model, reducer, _ = attached(comm, Shuffled(), **SMALL_BUCKETS)
     check_steps(comm, reducer, model, 1)
     for parameter in model.middle.parameters():
         parameter.requires_grad_(False)

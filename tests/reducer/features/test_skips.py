@@ -9,13 +9,14 @@ import pytest
 import torch
 
 import fastcomm
-from fastcomm import AbandonedError, FastcommError, MismatchError
+from fastcomm import AbandonedError, FastcommError
 from fastcomm.reducer.features import skip
 from fastcomm.reducer.features.skip import Skipping
 from tests.support.bodies import finish_together
 from tests.support.models import (
     SMALL_BUCKETS,
     assert_gradients,
+    attached,
     backward,
     batch,
     gradients,
@@ -187,8 +188,7 @@ def test_a_vote_comes_too_late_once_gradients_are_reduced(comm):
 @only_shm
 @on_ranks(2)
 def test_gradients_that_no_optimizer_has_make_no_vote_late(comm):
-    model = mlp()
-    reducer = fastcomm.Reducer(comm).attach(model)
+    model, reducer, _ = attached(comm)
     optimizer = torch.optim.SGD(model[2].parameters(), lr=0.1)
     for i in range(3):
         if i == 2 and comm.rank == 1:
@@ -357,15 +357,6 @@ def test_skip_step_on_needs_exceptions(comm):
 
 @only_shm
 @on_ranks(2)
-def test_an_exception_after_the_reduction_comes_too_late(comm):
-    trainee = Trainee(comm)
-    with pytest.raises(FastcommError, match="too late"), trainee.reducer.skip_step_on(KeyError):
-        backward(trainee.model, comm.rank)
-        raise KeyError("late")
-
-
-@only_shm
-@on_ranks(2)
 def test_gradients_made_by_hand_are_skipped(comm):
     trainee = Trainee(comm)
     for i, poison in enumerate((1.0, NAN, 2.0)):
@@ -373,17 +364,6 @@ def test_gradients_made_by_hand_are_skipped(comm):
             parameter.grad = torch.full_like(parameter, poison if comm.rank else 1.0)
         trainee.reducer.reduce()
         assert trainee.reducer.skipped == (i == 1) == (gradients(trainee.model) == [None] * 6)
-
-
-def _attach_with_other_options(comm):
-    fastcomm.Reducer(comm, skip_nonfinite=comm.rank == 1).attach(mlp())
-
-
-@only_shm
-def test_ranks_skip_what_is_not_finite_together(ranks):
-    ranks.raises(
-        2, MismatchError, _attach_with_other_options, match="skip_nonfinite", survives=True
-    )
 
 
 @pytest.mark.transports("shm")

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastcomm
 from fastcomm import FastcommError, MismatchError
 from tests.support.bodies import finish_together, raises_on_each
-from tests.support.models import replica_of, seed
-from tests.support.process_groups import gloo
+from tests.support.models import attached, replica_of, seed
 from tests.support.ranks import on_ranks
 from tests.support.transports import EVERY_TRANSPORT
 
@@ -107,46 +103,9 @@ def test_gradients_are_those_of_one_process(comm, op, buckets):
     assert model.table.weight.grad.is_sparse
 
 
-@only_shm
-@on_ranks(2)
-def test_gradients_of_two_ranks_are_bitwise_those_of_ddp(comm):
-    model = Words()
-    ddp = DistributedDataParallel(copy.deepcopy(model), process_group=gloo())
-    fastcomm.Reducer(comm).attach(model)
-    for step in range(3):
-        for one in (ddp, model):
-            one.zero_grad()
-            loss_of(one, comm.rank, step).backward()
-        for ours, theirs in zip(model.parameters(), ddp.parameters(), strict=True):
-            assert ours.grad.layout == theirs.grad.layout
-            assert torch.equal(dense(ours.grad), dense(theirs.grad))
-
-
-@pytest.mark.parametrize("optimizer", ["SparseAdam", "SGD", "Adagrad"])
-@only_shm
-@on_ranks(2)
-def test_optimizers_step_them_as_in_one_process(comm, optimizer):
-    seed(0)
-    model = nn.EmbeddingBag(ROWS, 6, mode="sum", sparse=True)
-    replica = replica_of(model)
-    fastcomm.Reducer(comm).attach(model)  # which has sparse gradients only
-    step_of = [
-        getattr(torch.optim, optimizer)(one.parameters(), lr=0.1) for one in (model, replica)
-    ]
-    for step in range(4):
-        model.zero_grad()
-        replica.zero_grad()
-        model(words(comm.rank, step)).square().mean().backward()
-        sum(replica(words(rank, step)).square().mean() / 2 for rank in range(2)).backward()
-        for one in step_of:
-            one.step()
-        torch.testing.assert_close(model.weight, replica.weight, rtol=1e-5, atol=1e-6)
-
-
 @on_ranks(2)
 def test_weights_accumulation_and_ranks_without_data(comm):
-    model = Words()
-    reducer = fastcomm.Reducer(comm).attach(model)
+    model, reducer, _ = attached(comm, Words())
     for counts in ([(2, 1), (1, 4)], [(2, 1), (0, 0)], [(0, 3), (5, 0)]):
         model.zero_grad()
         for last, n in enumerate(counts[comm.rank]):
@@ -169,8 +128,7 @@ def test_weights_accumulation_and_ranks_without_data(comm):
 
 @on_ranks(2)
 def test_weights_of_dense_and_of_kept_gradients(comm):
-    model = Tied()
-    reducer = fastcomm.Reducer(comm).attach(model)
+    model, reducer, _ = attached(comm, Tied())
     uses = ["output", "input"]
     reducer.set_weight((3, 1)[comm.rank])
     model(words(comm.rank), uses[comm.rank]).square().mean().backward()
@@ -193,8 +151,7 @@ def test_weights_of_dense_and_of_kept_gradients(comm):
 @on_ranks(2)
 def test_gradients_add_up_over_rounds(comm):
     """As dense ones do: a mean of what stands in .grad, to which ranks may have added."""
-    model = Words()
-    fastcomm.Reducer(comm).attach(model)
+    model, _, _ = attached(comm, Words())
     loss_of(model, comm.rank).backward()
     if comm.rank == 0:
         loss_of(model, 0, 1).backward()
@@ -249,8 +206,7 @@ def test_ranks_agree_on_the_form(comm):
 
 @on_ranks(2)
 def test_norms_and_clipping_count_each_row_once(comm):
-    model = Words()
-    reducer = fastcomm.Reducer(comm).attach(model)
+    model, reducer, _ = attached(comm, Words())
     wanted = weighted([(0.5, 0, 0), (0.5, 1, 0)])
     norm = torch.nn.utils.get_total_norm(list(wanted.values()))
     loss_of(model, comm.rank).backward()
@@ -300,8 +256,7 @@ def test_rows_of_every_dtype_and_shape(comm, dtype):
 
 @on_ranks(2)
 def test_narrow_wires_carry_values(comm):
-    model = Words()
-    fastcomm.Reducer(comm, wire_dtype=torch.bfloat16).attach(model)
+    model, _, _ = attached(comm, Words(), wire_dtype=torch.bfloat16)
     loss_of(model, comm.rank).backward()
     wanted = weighted([(0.5, 0, 0), (0.5, 1, 0)])
     gradient = dense(model.table.weight.grad)
@@ -310,8 +265,7 @@ def test_narrow_wires_carry_values(comm):
     own = alone_here[(alone(1 - comm.rank)["table.weight"] == 0).all(1)].bfloat16().float() / 2
     ours = gradient[(alone(1 - comm.rank)["table.weight"] == 0).all(1)]
     assert torch.equal(ours, own)  # rounded on the wire, and not after
-    model = nn.Embedding(4, 1, sparse=True)
-    fastcomm.Reducer(comm, wire_dtype=torch.bfloat16).attach(model)
+    model, _, _ = attached(comm, nn.Embedding(4, 1, sparse=True), wire_dtype=torch.bfloat16)
     (model(torch.tensor([1])) * (1, 2**-9)[comm.rank]).sum().backward()
     assert model.weight.grad.values().item() == 0.5 + 2**-10
 
@@ -332,8 +286,7 @@ class Sizes(TorchDispatchMode):
 @on_ranks(2)
 def test_nothing_as_large_as_the_table_is_made_or_sent(comm):
     seed(0)
-    model = nn.Embedding(100_000, 8, sparse=True)
-    reducer = fastcomm.Reducer(comm).attach(model)
+    model, reducer, _ = attached(comm, nn.Embedding(100_000, 8, sparse=True))
     with reducer.no_sync():
         model(words(comm.rank)).square().mean().backward()
     with Sizes() as sizes:
@@ -347,8 +300,7 @@ def test_nothing_as_large_as_the_table_is_made_or_sent(comm):
 @on_ranks(2)
 def test_rows_are_asked_for_at_the_end_of_backward(comm):
     """Where no hook waits for the other ranks, also if these gradients are ready first."""
-    model = Tied()
-    reducer = fastcomm.Reducer(comm, sparse_parameters=["rest.weight"]).attach(model)
+    model, reducer, _ = attached(comm, Tied(), sparse_parameters=["rest.weight"])
     with reducer.timeline() as timeline:
         model(words(comm.rank), "input").square().mean().backward()
     (step,) = timeline.steps()
@@ -362,8 +314,7 @@ def test_rows_are_asked_for_at_the_end_of_backward(comm):
 
 @on_ranks(2)
 def test_a_backward_that_fails_on_one_rank_is_dropped_on_all(comm):
-    model = Words()
-    reducer = fastcomm.Reducer(comm).attach(model)
+    model, reducer, _ = attached(comm, Words())
 
     def fail(_):
         raise RuntimeError("out of luck")
@@ -386,9 +337,7 @@ def test_a_backward_that_fails_on_one_rank_is_dropped_on_all(comm):
 def test_ranks_drop_a_step_together(comm, make):
     """Also where nothing but sparse gradients carries the vote."""
     seed(0)
-    model = make()
-    reducer = fastcomm.Reducer(comm, skip_nonfinite=True).attach(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, reducer, optimizer = attached(comm, make(), skip_nonfinite=True)
     before = [p.detach().clone() for p in model.parameters()]
     for trouble in ("a vote", "a NaN", "none"):
         model.zero_grad()
@@ -407,9 +356,7 @@ def test_ranks_drop_a_step_together(comm, make):
 
 @on_ranks(2)
 def test_gradients_are_guarded_as_dense_ones_are(comm):
-    model = Words()
-    reducer = fastcomm.Reducer(comm).attach(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, reducer, optimizer = attached(comm, Words())
     loss_of(model, comm.rank).backward()
     optimizer.step()
     reducer.check_in_sync()
@@ -431,9 +378,7 @@ def test_gradients_are_guarded_as_dense_ones_are(comm):
 @on_ranks(2)
 def test_ranks_that_make_different_steps_are_told(comm):
     seed(0)
-    model = nn.Embedding(ROWS, 6, sparse=True)
-    fastcomm.Reducer(comm).attach(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, _, optimizer = attached(comm, nn.Embedding(ROWS, 6, sparse=True))
     model(words(0)).sum().backward()
     if comm.rank == 0:
         optimizer.step()

@@ -135,17 +135,6 @@ def test_where_every_size_gives_the_same_buckets_nothing_is_measured(comm):
     assert said_by(reducer) == default_of(comm)
 
 
-@on_ranks(2)
-def test_a_new_model_is_measured_anew(comm):
-    with _choosing(TINY_MB):
-        _, (model, reducer) = _models(comm)
-        for step in range(ROUNDS):
-            backward(model, comm.rank, step)
-        reducer.refresh()
-        assert f"auto: {default_of(comm)} so far" in repr(reducer)
-        backward(model, comm.rank)
-
-
 @pytest.mark.parametrize("votes", [False, True], ids=["by hand", "vote"])
 @on_ranks(2)
 def test_a_rank_without_a_backward_takes_part_in_what_the_round_decides(comm, votes):
@@ -228,21 +217,6 @@ def test_a_decision_that_is_interrupted_is_made_by_all_ranks_or_none(comm, times
     chosen = f"{TINY_MB:g}" if times == 1 else default_of(comm)
     assert f"auto: {chosen};" in repr(reducer)
     reducer.check_in_sync(optimizer)
-
-
-def _attach_with_different_sizes(comm):
-    caps = ["auto", 25]
-    fastcomm.Reducer(comm, bucket_cap_mb=caps[comm.rank]).attach(mlp())
-
-
-def test_ranks_that_do_not_all_say_auto_are_told(ranks):
-    ranks.raises(
-        2,
-        fastcomm.MismatchError,
-        _attach_with_different_sizes,
-        match="bucket_cap_mb is auto on rank 0 and 25 on rank 1",
-        survives=True,
-    )
 
 
 @on_ranks(1)

@@ -11,8 +11,7 @@ from torch.nn import functional as F
 
 import fastcomm
 from fastcomm import FastcommError, MismatchError
-from tests.support.bodies import hear_of_it
-from tests.support.models import Heads, assert_gradients, gradients, mlp, replica_of
+from tests.support.models import Heads, assert_gradients, attached, gradients, mlp, replica_of
 from tests.support.ranks import on_ranks
 from tests.support.sharded_pairs import Pair
 from tests.support.transports import EVERY_TRANSPORT
@@ -73,8 +72,7 @@ def accumulate(reducer, model, counts, of="mean"):
 @pytest.mark.parametrize("of", ["mean", "sum"])
 @on_ranks(1, 2, 4)
 def test_the_gradients_are_those_of_one_process_on_all_data(comm, of, buckets):
-    model = mlp()
-    reducer = fastcomm.Reducer(comm, **buckets).attach(model)
+    model, reducer, _ = attached(comm, **buckets)
     for counts in (*ONE_BACKWARD[comm.world_size], *SEVERAL[comm.world_size]):
         model.zero_grad()
         accumulate(reducer, model, counts[comm.rank], of)
@@ -113,22 +111,8 @@ def test_gradients_of_every_dtype(comm, dtype):
 
 
 @on_ranks(2)
-def test_clipping_and_norms_are_those_of_one_process(comm):
-    model = mlp()
-    reducer = fastcomm.Reducer(comm).attach(model)
-    counts = ([4, 1], [0, 7])
-    expected = joined(model, counts)
-    norm = torch.nn.utils.get_total_norm(expected)
-    accumulate(reducer, model, counts[comm.rank])
-    torch.testing.assert_close(reducer.grad_norm(), norm, rtol=1e-6, atol=0)
-    reducer.clip_grad_norm_(norm.item() / 2)
-    assert_gradients(model, [gradient / 2 for gradient in expected])
-
-
-@on_ranks(2)
 def test_without_any_data_no_rank_has_gradients(comm):
-    model = mlp()
-    reducer = fastcomm.Reducer(comm).attach(model)
+    model, reducer, _ = attached(comm)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     before = [p.detach().clone() for p in model.parameters()]
     for counts in ([0], [0, 0]):
@@ -140,23 +124,8 @@ def test_without_any_data_no_rank_has_gradients(comm):
 
 
 @on_ranks(2)
-def test_what_only_a_rank_without_data_has_used_has_no_gradient(comm):
-    model = Heads()
-    reducer = fastcomm.Reducer(comm).attach(model)
-    x, y = rows(3, 0)
-    for _ in range(2):
-        model.zero_grad()
-        reducer.set_weight(1 - comm.rank)
-        F.mse_loss(model(x, comm.rank), y).backward()
-        alone = replica_of(Heads())
-        F.mse_loss(alone(x, 0), y).backward()
-        assert_gradients(model, gradients(alone))
-
-
-@on_ranks(2)
 def test_gradients_of_an_earlier_reduction_count_once(comm):
-    model = mlp().double()
-    reducer = fastcomm.Reducer(comm).attach(model)
+    model, reducer, _ = attached(comm, mlp().double())
     # twice of weight 1: nothing moves and nothing is scaled in the second of them
     rounds = [[5], [1]], [[0], [3]], [[2], [4]], [[1], [1]], [[1], [1]]
     for counts in rounds:
@@ -167,8 +136,7 @@ def test_gradients_of_an_earlier_reduction_count_once(comm):
 
 @on_ranks(2)
 def test_what_earlier_rounds_have_left_stays_on_a_rank_without_data(comm):
-    model = Heads()
-    reducer = fastcomm.Reducer(comm).attach(model)
+    model, reducer, _ = attached(comm, Heads())
     x, y = rows(3, comm.rank)
     F.mse_loss(model(x, 0, 1), y).backward()
     left = gradients(model.heads[1])
@@ -179,8 +147,7 @@ def test_what_earlier_rounds_have_left_stays_on_a_rank_without_data(comm):
 
 @on_ranks(2)
 def test_a_weight_is_of_one_reduction(comm):
-    model = mlp().double()
-    reducer = fastcomm.Reducer(comm).attach(model)
+    model, reducer, _ = attached(comm, mlp().double())
     reducer.set_weight(9)  # replaced: no backward has used it
     accumulate(reducer, model, [5 * comm.rank])
     model.zero_grad()
@@ -189,22 +156,8 @@ def test_a_weight_is_of_one_reduction(comm):
 
 
 @on_ranks(2)
-def test_a_weight_that_no_backward_has_used_is_replaced(comm):
-    model = mlp()
-    reducer = fastcomm.Reducer(comm).attach(model)
-    reducer.set_weight(3)
-    with reducer.no_sync():
-        loss_of(model, rows(3, comm.rank)).backward()
-    for weight in (9, 0, 2 + comm.rank):
-        reducer.set_weight(weight)
-    loss_of(model, rows(2 + comm.rank, comm.rank, 1)).backward()
-    assert_gradients(model, joined(mlp(), [[3, 2], [3, 3]]))
-
-
-@on_ranks(2)
 def test_a_weight_holds_for_all_backwards_of_its_data(comm):
-    model = mlp()
-    reducer = fastcomm.Reducer(comm).attach(model)
+    model, reducer, _ = attached(comm)
     data = rows(1 + 2 * comm.rank, comm.rank)
     reducer.set_weight(1 + 2 * comm.rank)
     with reducer.no_sync():
@@ -215,8 +168,7 @@ def test_a_weight_holds_for_all_backwards_of_its_data(comm):
 
 @on_ranks(2)
 def test_zero_grad_drops_the_weights_of_an_accumulation(comm):
-    model = mlp()
-    reducer = fastcomm.Reducer(comm).attach(model)
+    model, reducer, _ = attached(comm)
     with reducer.no_sync():
         reducer.set_weight(7)
         loss_of(model, rows(7, 5)).backward()
@@ -228,8 +180,7 @@ def test_zero_grad_drops_the_weights_of_an_accumulation(comm):
 
 @on_ranks(2)
 def test_gradients_of_torch_autograd_grad_are_not_weighted(comm):
-    model = mlp()
-    reducer = fastcomm.Reducer(comm).attach(model)
+    model, reducer, _ = attached(comm)
     data = rows(4, comm.rank)
     expected = torch.autograd.grad(loss_of(model, data), list(model.parameters()))
     reducer.set_weight(8)
@@ -268,28 +219,10 @@ def test_a_sharded_optimizer_makes_the_steps_of_the_plain_one(comm):
     pair.train(run)
 
 
-@on_ranks(2)
-def test_an_abandoned_round_takes_its_weight_with_it(comm):
-    model = mlp().double()
-    reducer = fastcomm.Reducer(comm).attach(model)
-    reducer.set_weight(5)
-    loss = loss_of(model, rows(2, comm.rank))
-    handle = model[0].weight.register_hook(lambda _: 1 / 0) if comm.rank else None
-    with pytest.raises((ZeroDivisionError, FastcommError)):
-        loss.backward()
-        hear_of_it(comm)
-    if handle is not None:
-        handle.remove()
-    model.zero_grad()
-    loss_of(model, rows(2, comm.rank)).backward()
-    assert_gradients(model, joined(model, [[2], [2]]))
-
-
 @pytest.mark.transports("shm", "group", "hierarchical")
 @on_ranks(2)
 def test_ranks_without_a_weight_beside_others_are_found_on_all(comm):
-    model = mlp().double()
-    reducer = fastcomm.Reducer(comm).attach(model)
+    model, reducer, _ = attached(comm, mlp().double())
     if comm.rank == 0:
         reducer.set_weight(5)
     with pytest.raises(MismatchError, match="rank 0: .* op weighted mean .*; rank 1: .* op mean"):
@@ -305,8 +238,7 @@ def test_ranks_without_a_weight_beside_others_are_found_on_all(comm):
 @only_shm
 @on_ranks(2)
 def test_over_shared_memory_a_weight_costs_no_collective(comm):
-    model = mlp()
-    reducer = fastcomm.Reducer(comm).attach(model)
+    model, reducer, _ = attached(comm)
 
     def count():
         with pytest.raises(MismatchError) as caught:
@@ -329,8 +261,7 @@ def test_over_shared_memory_a_weight_costs_no_collective(comm):
 @pytest.mark.parametrize("weight", [-1, float("nan"), float("inf"), 1e31, torch.tensor(-2.0)])
 @on_ranks(1)
 def test_weights_that_are_none(comm, weight):
-    model = mlp()
-    reducer = fastcomm.Reducer(comm).attach(model)
+    model, reducer, _ = attached(comm)
     with pytest.raises(ValueError, match="a weight is 0, or from 1e-30 to 1e"):
         reducer.set_weight(weight)
 
@@ -339,8 +270,7 @@ def test_weights_that_are_none(comm, weight):
 @pytest.mark.parametrize("weight", ["5", None, 1j, torch.ones(2)])
 @on_ranks(1)
 def test_what_is_no_number(comm, weight):
-    model = mlp()
-    reducer = fastcomm.Reducer(comm).attach(model)
+    model, reducer, _ = attached(comm)
     with pytest.raises(TypeError, match="a weight is a number or a tensor of one"):
         reducer.set_weight(weight)
 
@@ -353,20 +283,10 @@ def test_a_reducer_of_sums_knows_no_weights(comm):
         fastcomm.Reducer(comm, op="sum").attach(model).set_weight(1)
 
 
-@pytest.mark.transports("group")
-@on_ranks(2)
-def test_error_feedback_knows_no_weights(comm):
-    model = mlp()
-    reducer = fastcomm.Reducer(comm, wire_dtype=torch.int8, error_feedback=True).attach(model)
-    with pytest.raises(ValueError, match="cannot be combined with error_feedback=True"):
-        reducer.set_weight(1)
-
-
 @only_shm
 @on_ranks(1)
 def test_batches_that_cannot_be_weighted(comm):
-    model = mlp()
-    reducer = fastcomm.Reducer(comm).attach(model)
+    model, reducer, _ = attached(comm)
     with pytest.raises(ValueError, match='of must be "mean" or "sum"'):
         reducer.set_weight(1, of="max")
     with reducer.no_sync():
@@ -395,8 +315,7 @@ def test_batches_that_cannot_be_weighted(comm):
 @only_shm
 @on_ranks(2)
 def test_a_refresh_loses_neither_weight_nor_vote(comm):
-    model = mlp()
-    reducer = fastcomm.Reducer(comm).attach(model)
+    model, reducer, _ = attached(comm)
     for call in (lambda: reducer.set_weight(2), reducer.skip_step):
         call()
         with pytest.raises(FastcommError, match=f"rank {comm.rank}: refresh.. would lose"):
@@ -410,8 +329,7 @@ def test_a_refresh_loses_neither_weight_nor_vote(comm):
 @only_shm
 @on_ranks(2)
 def test_a_graph_of_gradients_needs_data(comm):
-    model = mlp()
-    reducer = fastcomm.Reducer(comm).attach(model)
+    model, reducer, _ = attached(comm)
     reducer.set_weight(comm.rank)
     why = r"is to be differentiated \(create_graph=True\)" if comm.rank == 0 else "rank 0 abandoned"
     with pytest.raises(FastcommError, match=why):
@@ -423,8 +341,7 @@ def test_a_graph_of_gradients_needs_data(comm):
 
 @on_ranks(2)
 def test_weights_of_sums_refuse_gradients_of_an_earlier_reduction(comm):
-    model = mlp()
-    reducer = fastcomm.Reducer(comm).attach(model)
+    model, reducer, _ = attached(comm)
     accumulate(reducer, model, [3], "sum")
     with pytest.raises(FastcommError, match=r"in parameter \d\.\w+: call zero_grad|abandoned"):
         accumulate(reducer, model, [3], "sum")
@@ -434,8 +351,7 @@ def test_weights_of_sums_refuse_gradients_of_an_earlier_reduction(comm):
 
 @on_ranks(2)
 def test_zeros_that_zero_grad_has_left_are_no_earlier_gradients(comm):
-    model = mlp()
-    reducer = fastcomm.Reducer(comm).attach(model)
+    model, reducer, _ = attached(comm)
     for of in ("sum", "mean"):
         accumulate(reducer, model, [3, 1 + comm.rank], of)
         model.zero_grad(set_to_none=False)
@@ -446,8 +362,7 @@ def test_zeros_that_zero_grad_has_left_are_no_earlier_gradients(comm):
 @pytest.mark.parametrize("of", ["mean", "sum"])
 @on_ranks(2)
 def test_a_reduction_without_data_on_any_rank_leaves_earlier_gradients(comm, of):
-    model = mlp()
-    reducer = fastcomm.Reducer(comm).attach(model)
+    model, reducer, _ = attached(comm)
     accumulate(reducer, model, [3])
     accumulate(reducer, model, [0], of)
     assert_gradients(model, joined(mlp(), [[3], [3]]))
@@ -465,8 +380,7 @@ def refreshed(model, reducer):
 @pytest.mark.parametrize("between", [stepped, refreshed])
 @on_ranks(2)
 def test_several_weights_are_not_added_to_an_earlier_reduction(comm, between):
-    model = mlp()
-    reducer = fastcomm.Reducer(comm).attach(model)
+    model, reducer, _ = attached(comm)
     accumulate(reducer, model, [3])
     between(model, reducer)
     with pytest.raises(FastcommError, match="added to those of an earlier reduction"):
@@ -479,8 +393,7 @@ def test_several_weights_are_not_added_to_an_earlier_reduction(comm, between):
 @on_ranks(2)
 def test_a_weight_set_after_one_batch_does_not_meet_earlier_gradients_of_others(comm):
     """The first batch uses other parameters than those that have an earlier gradient."""
-    model = Heads()
-    reducer = fastcomm.Reducer(comm).attach(model)
+    model, reducer, _ = attached(comm, Heads())
     x, y = rows(3, comm.rank)
     F.mse_loss(model(x, 1), y).backward()
     model.trunk.zero_grad()
@@ -493,22 +406,8 @@ def test_a_weight_set_after_one_batch_does_not_meet_earlier_gradients_of_others(
 
 
 @on_ranks(2)
-def test_after_a_refresh_earlier_gradients_stay_on_a_rank_without_data(comm):
-    model = Heads()
-    reducer = fastcomm.Reducer(comm).attach(model)
-    x, y = rows(3, comm.rank)
-    F.mse_loss(model(x, 0, 1), y).backward()
-    reducer.refresh()
-    left = gradients(model.heads[1])
-    reducer.set_weight(1 - comm.rank)
-    F.mse_loss(model(x, comm.rank), y).backward()
-    assert_gradients(model.heads[1], left)
-
-
-@on_ranks(2)
 def test_a_second_reduction_counts_ranks_alike_until_set_weight_is_called_again(comm):
-    model = mlp().double()
-    reducer = fastcomm.Reducer(comm).attach(model)
+    model, reducer, _ = attached(comm, mlp().double())
     counts = 1 + 2 * comm.rank
     data = rows(counts, comm.rank)
     for weighs_again in (False, True):
