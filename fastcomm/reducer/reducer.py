@@ -787,29 +787,16 @@ class Reducer(ProcessBound, ReducerFlags):
 
     @overload
     def join(
-        self,
-        batches: None = None,
-        *,
-        strategy: Literal["wait", "stop"] = "wait",
-        state: Iterable[Stateful] = (),
+        self, batches: None = None, *, state: Iterable[Stateful] = ()
     ) -> contextlib.AbstractContextManager[None]: ...
     @overload
     def join(
-        self,
-        batches: Iterable[T],
-        *,
-        strategy: Literal["wait", "stop"] = "wait",
-        state: Iterable[Stateful] = (),
+        self, batches: Iterable[T], *, state: Iterable[Stateful] = ()
     ) -> contextlib.AbstractContextManager[Iterator[T]]: ...
-    def join(
-        self,
-        batches: Iterable[T] | None = None,
-        *,
-        strategy: Literal["wait", "stop"] = "wait",
-        state: Iterable[Stateful] = (),
-    ) -> Any:
+    def join(self, batches: Iterable[T] | None = None, *, state: Iterable[Stateful] = ()) -> Any:
         """For ranks with different numbers of batches. Every rank enters the block. It is for all
-        reducers of the communicator.
+        reducers of the communicator. A rank whose data has ended takes part in the others'
+        reductions without any, until all are done. Means are over the ranks with data.
 
             with reducer.join(loader, state=[optimizer]) as batches:
                 for batch in batches:
@@ -817,9 +804,6 @@ class Reducer(ProcessBound, ReducerFlags):
 
         batches: what the loop goes through. None: the block is put around any loop, and the data of
             this rank has ended when the block ends.
-        strategy: "wait": a rank whose data has ended takes part in the others' reductions without
-            any, until all are done. Means are over the ranks with data. "stop": all end with the
-            first; with batches they ask each other before each one, else a step is dropped.
         state: optimizers, schedulers and the like: ranks that ended earlier load the others'.
 
         In the end all ranks have the parameters and buffers of a rank that went furthest; if some
@@ -832,7 +816,7 @@ class Reducer(ProcessBound, ReducerFlags):
         ranks give different states, and FastcommError for gradients accumulated under no_sync()
         that nothing has reduced.
         """
-        return Join(self, batches, strategy, state)
+        return Join(self, batches, state)
 
     def elastic(self, batches: Iterable[T], *, state: Iterable[Stateful] = ()) -> Iterator[T]:
         """For a loop that goes on when ranks are lost, and takes in processes that come in their

@@ -15,8 +15,6 @@ from collections.abc import Iterable, Iterator
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-import torch
-
 from fastcomm.comm.collective import WEIGHTED_OPS
 from fastcomm.comm.communicator import ProcessBound
 from fastcomm.comm.objects import gather_objects
@@ -45,7 +43,6 @@ if TYPE_CHECKING:
     from fastcomm.reducer.reducer import Reducer
 
 T = TypeVar("T")
-STRATEGIES = ("wait", "stop")
 _NO_BATCH: Any = object()
 _APART = (
     "join() could not copy the model that went furthest to all ranks. Make the models alike, call "
@@ -69,14 +66,11 @@ class Join(ProcessBound, Generic[T]):
         self,
         reducer: Reducer,
         batches: Iterable[T] | None,
-        strategy: str,
         state: Iterable[Stateful],
     ) -> None:
-        if strategy not in STRATEGIES:
-            raise ValueError(f'strategy must be "wait" or "stop"; got {strategy!r}')
         reducer.attached_model()
         self._comm, self._reducer, self._batches = reducer.comm, reducer, batches
-        self._strategy, self._state = strategy, list(state)
+        self._state = list(state)
         for joined in self._reducers():
             refusal = why_not(Feature.JOIN, joined.features())
             if refusal is not None:
@@ -86,13 +80,7 @@ class Join(ProcessBound, Generic[T]):
         self.joined: list[Reducer] = []  # the reducers, while the block is open
         self._is_inner = False
         self._is_open = False
-        self._has_stopped = False  # the loop, because its batches have ended on some rank
         self._difference: MismatchError | None = None  # of the ranks' models, in the end
-
-    @property
-    def needs_announcements(self) -> bool:
-        """Whether ranks with data have to tell those without what comes next."""
-        return self._strategy == "wait" and not self._comm.announces
 
     def _reducers(self) -> list[Reducer]:
         reducers = reducers_on(self._comm)
@@ -114,30 +102,19 @@ class Join(ProcessBound, Generic[T]):
         kind: type[BaseException] | None,
         error: BaseException | None,
         traceback: TracebackType | None,
-    ) -> bool:
+    ) -> None:
         self._is_open = False
         if self._is_inner:
-            return False
+            return
         if error is None or isinstance(error, GeneratorExit):
             self._end()
-        elif self._ends_with_the_first and isinstance(error, AbandonedError):
-            with self._closing():
-                self._meet()
-            self._raise_difference()
-            return True
         else:
             self._fail(error)
-        return False
 
     def __iter__(self) -> Iterator[T]:
         raise TypeError(
             "join() is a block, with the loop in it: with reducer.join(loader) as batches"
         )
-
-    @property
-    def _ends_with_the_first(self) -> bool:
-        """Whether the ranks learn in a backward that another one has no data left."""
-        return self._strategy == "stop" and self._batches is None
 
     def _loop(self, batches: Iterator[T]) -> Iterator[T]:
         while True:
@@ -147,21 +124,9 @@ class Join(ProcessBound, Generic[T]):
                 )
             batch = next(batches, _NO_BATCH)
             self._reducer.data_exhausted = batch is _NO_BATCH
-            self._has_stopped = batch is _NO_BATCH
-            if self._strategy == "stop":
-                self._has_stopped = not self._all_go_on(batch is not _NO_BATCH)
-            if self._has_stopped:
+            if batch is _NO_BATCH:
                 return
             yield batch
-
-    def _all_go_on(self, has_batch: bool) -> bool:
-        vote = torch.full((1,), has_batch, dtype=torch.uint8, device=self._comm.device)
-        while True:
-            try:
-                self._comm.all_reduce(vote, "min")
-                return bool(vote)
-            except AbandonedError:  # of the step before; the ranks vote after it
-                vote.fill_(has_batch)
 
     # -- how it begins and ends --------------------------------------------------------------------
 
@@ -170,20 +135,15 @@ class Join(ProcessBound, Generic[T]):
         self._is_inner = outer is not None
         self._reducer.data_exhausted = False
         self._states = list(self._state)
-        self._is_open, self._has_stopped = True, False
-        if outer is None:
-            _open[self._comm], self.joined = self, self._reducers()
-            self._restrict(self.needs_announcements)
-            if self.needs_announcements:
-                for reducer in self.joined:
-                    reducer.install(_Announcing(self, reducer))
+        self._is_open = True
+        if outer is not None:
+            outer._states += [one for one in self._state if not holds(outer._states, one)]
             return
-        if outer._strategy != self._strategy:
-            raise ValueError(
-                f"one join() inside another has its strategy: {outer._strategy!r}, not "
-                f"{self._strategy!r}"
-            )
-        outer._states += [one for one in self._state if not holds(outer._states, one)]
+        _open[self._comm], self.joined = self, self._reducers()
+        self._restrict(True)
+        if not self._comm.announces:  # ranks with data have to tell the others what comes next
+            for reducer in self.joined:
+                reducer.install(_Announcing(self, reducer))
 
     def _restrict(self, is_on: bool) -> None:
         if not self._comm.announces:
@@ -221,8 +181,6 @@ class Join(ProcessBound, Generic[T]):
         with self._closing():
             if self._batches is None:
                 self._reducer.data_exhausted = True
-            elif self._strategy == "stop" and not self._has_stopped:  # the loop was left by break
-                self._all_go_on(False)
             for reducer in self._reducers():
                 with contextlib.suppress(AbandonedError):  # of a step that is over
                     reducer.synchronize()
@@ -230,10 +188,7 @@ class Join(ProcessBound, Generic[T]):
                 weighting = reducer.find(Weighting)
                 if weighting is not None:
                     weighting.forget()  # what was set for a batch that has not come
-            if self._strategy == "wait":
-                self._follow()
-            elif self._ends_with_the_first:
-                self._comm.abandon(in_any_case=True)
+            self._follow()
             self._meet()
         self._raise_difference()
 
@@ -255,16 +210,14 @@ class Join(ProcessBound, Generic[T]):
     # -- where the ranks meet ----------------------------------------------------------------------
 
     def _meet(self) -> None:
-        """All ranks are done: makes them equal to one that went furthest. With strategy "stop" to
-        one that went least far, as what others have launched since over NCCL is of no use.
-        """
+        """All ranks are done: makes them equal to one that went furthest."""
         self._restrict(False)
         reducers = self._reducers()
         ours = Progress.of(reducers, self._states)
         ranks = gather_objects(self._comm, ours, "join()")
         compare(ranks, "join()")
         rounds = [progress.rounds for progress in ranks]
-        src = rounds.index((min if self._strategy == "stop" else max)(rounds))
+        src = rounds.index(max(rounds))
         is_uneven = any(one != rounds[src] for one in rounds)
         for reducer, furthest in zip(reducers, rounds[src], strict=True):
             reducer.n_rounds, reducer.steps.n, reducer.steps.record = furthest

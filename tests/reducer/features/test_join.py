@@ -17,7 +17,6 @@ from torch.amp import GradScaler
 
 import fastcomm
 from fastcomm import AbandonedError, FastcommError, MismatchError
-from tests.support.bodies import finish_together
 from tests.support.models import SMALL_BUCKETS, attached
 from tests.support.ranks import on_ranks
 from tests.support.transports import EVERY_TRANSPORT, over
@@ -340,8 +339,6 @@ def test_blocks_of_several_reducers_are_one(comm):
     assert [reducer.data_exhausted for reducer in reducers] == [True, True]
     for reducer, optimizer in zip(reducers, optimizers, strict=True):
         reducer.check_in_sync(optimizer)
-    with reducers[0].join(), pytest.raises(ValueError, match="has its strategy: 'wait'"):
-        reducers[1].join(strategy="stop").__enter__()
 
 
 @announcing
@@ -412,61 +409,6 @@ def count_collectives(comm):
     with pytest.raises(MismatchError) as caught:
         comm.all_reduce(torch.zeros(1 + comm.rank))
     return int(re.search(r"number (\d+)", str(caught.value))[1])
-
-
-# The strategy "stop"
-
-
-@pytest.mark.parametrize("is_loop", [False, True], ids=["block", "loop"])
-@on_ranks(3)
-def test_all_ranks_stop_with_the_first(comm, is_loop):
-    model, reducer, _ = attached(comm, small(), **SMALL_BUCKETS)
-    optimizer = torch.optim.Adam(model.parameters(), lr=LR)
-    total = 0
-    for counts in ((4, 2, 9), (1, 0, 0), (3, 3, 3)):
-        n_steps, n_given, n = 0, 0, counts[comm.rank]
-        with reducer.join(range(n) if is_loop else None, strategy="stop") as batches:
-            for i in batches if is_loop else range(n):
-                n_given += 1
-                optimizer.zero_grad()
-                loss_of(model, data_of(comm.rank, i)).backward()
-                optimizer.step()
-                n_steps += 1
-                if n_steps == min(counts):
-                    finish_together(comm)
-        assert n_steps == min(counts), (counts, n_steps, n_given)
-        assert n_given == min(counts) or not is_loop
-        assert reducer.data_exhausted == (n == min(counts))
-        total += n_steps
-        assert reducer.n_rounds == total
-        reducer.check_in_sync(optimizer)
-
-
-@on_ranks(2)
-def test_a_rank_that_breaks_stops_all(comm):
-    model, reducer, _ = attached(comm, small())
-    given = []
-    with reducer.join(range(5), strategy="stop") as batches:
-        for i in batches:
-            given.append(i)
-            if comm.rank == i == 1:
-                break
-    assert given == [0, 1]
-    reducer.check_in_sync()
-
-
-@announcing
-@on_ranks(2)
-def test_a_step_that_was_abandoned_in_a_loop_that_stops(comm):
-    model, reducer, _ = attached(comm, small())
-    given = []
-    with reducer.join(range(3 + comm.rank), strategy="stop") as batches:
-        for i in batches:
-            given.append(i)
-            if comm.rank:
-                comm.abandon()  # while the other rank votes
-    assert given == [0, 1, 2]
-    reducer.check_in_sync()
 
 
 @announcing

@@ -229,8 +229,6 @@ def test_arguments(comm):
         reducer.join()
     model = small()
     reducer.attach(model)
-    with pytest.raises(ValueError, match='strategy must be "wait" or "stop"'):
-        reducer.join(strategy="all")
     with pytest.raises(TypeError, match="state takes optimizers"):
         reducer.join(state=[reducer])
     with pytest.raises(TypeError, match=r"join\(\) is a block, with the loop in it"):
