@@ -21,6 +21,8 @@ class MismatchError(FastcommError):
     rank, naming both sides.
     """
 
+    differs = ""  # which advice is good: see comm/words.py
+
 
 class AbandonedError(FastcommError):
     """Another rank has abandoned the step: its backward raised, or it called abandon(). Names the

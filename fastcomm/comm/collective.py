@@ -1,6 +1,5 @@
 """What all transports share about collectives: the tables of ops and dtypes, the labels of buckets,
-what a rank without a gradient contributes, the words for a collective in messages, and the checks
-made before any peer is involved.
+what a rank without a gradient contributes, and the checks made before any peer is involved.
 
 What else lists ops or dtypes takes them from here; what cannot, as the C core, is compared with the
 tables by tests/comm/test_collective.py. Knows no transport. Raises only ValueError and TypeError.
@@ -8,8 +7,7 @@ tables by tests/comm/test_collective.py. Knows no transport. Raises only ValueEr
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import NamedTuple, NoReturn, TypeAlias
 
 import torch
@@ -86,6 +84,9 @@ WIRE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 BLOCK_DTYPES = (torch.int8, torch.float8_e4m3fn)
 
 BUCKETS_PER_REDUCER = 65536
+# The kinds that go to one rank, or come from one: their root.
+ROOTED = frozenset(("broadcast", "gather", "scatter"))
+SHADOW = "no data left (join)"  # the kind that a rank without data calls
 
 
 def canonical_op(op: Op) -> str:
@@ -181,9 +182,6 @@ def mean_of_addends(sums: Tensor, n: int) -> Tensor:
 # ---- steps ---------------------------------------------------------------------------------------
 
 _RECORDS = 1 << 32
-RECORD = " (record "  # begins one in messages
-SIZES = " (sizes "  # begins a checksum of them
-_RECORD_IN_WORDS = r" \(record [0-9a-f]{8}\)"
 
 
 def steps_made(n_steps: int, record: int) -> int:
@@ -203,184 +201,6 @@ def with_checksum(steps: int, checksum: int) -> int:
 def count_of(steps: int) -> int:
     """The number of steps in what steps_made() has packed."""
     return steps % _RECORDS
-
-
-def record_in_words(steps: int) -> str:
-    """The record in steps_made(), in brackets; nothing for 0."""
-    record = steps // _RECORDS
-    return f"{RECORD}{record:08x})" if record else ""
-
-
-# ---- sentences -----------------------------------------------------------------------------------
-
-OTHERS_GRADIENT = "lies in that of another one: clone gradients before you exchange them"
-OTHER_THREAD = (
-    "another thread is inside this communicator: give each thread its own, or let them take turns"
-)
-
-
-MOST_ASKED = 3  # ranks whose whereabouts one message shows
-
-# The kinds that go to one rank, or come from one: their root.
-ROOTED = frozenset(("broadcast", "gather", "scatter"))
-
-
-def sentence(
-    kind: str,
-    numel: int,
-    dtype: torch.dtype,
-    *,
-    op: str | None = None,
-    root: int = 0,
-    wire: torch.dtype | None = None,
-    label: int = 0,
-    step: int = 0,
-) -> str:
-    """A collective in words, for messages. op: for the kinds that have one. root: of the kinds that
-    are ROOTED. label: of a bucket. step: of a bucket, see BoundBucket.launch; else
-    coalesced.sizes().
-    """
-    words = f"{kind} of {numel} {name_of(dtype)} elements"
-    if kind in ROOTED:
-        words += f" {'to' if kind == 'gather' else 'from'} rank {root}"
-    if op is not None:
-        words += f", op {op}"
-    if wire is not None and wire != dtype:
-        words += f", wire {name_of(wire)}"
-    if label:
-        reducer, bucket = divmod(label, BUCKETS_PER_REDUCER)
-        words += f" (bucket {bucket - 1} of reducer {reducer})"
-    if step and not label:
-        n_tensors = count_of(step)
-        plural = "s" if n_tensors != 1 else ""
-        words += f" in {n_tensors} tensor{plural}{SIZES}{step // _RECORDS:08x})"
-    elif step:
-        n_steps = count_of(step)
-        words += f" after {n_steps} step{'s' if n_steps != 1 else ''}{record_in_words(step)}"
-    return words
-
-
-# What a rank without data calls, in words.
-SHADOW = "no data left (join)"
-
-
-FEWER_BACKWARDS = (
-    ". Some ranks reduce gradients, and others are past their last backward: if their data has "
-    "ended earlier, loop by reducer.join(), or give all ranks as many batches; and run a backward "
-    "inside no_sync() on all ranks or on none"
-)
-
-
-FEWER_STEPS = (
-    ". Some ranks are in backward(), and others in the step() of a ShardedOptimizer, which every "
-    "rank must call as often"
-)
-
-
-SEVERAL_REDUCERS = (
-    ". Ranks have come to the reducers of this communicator in different orders, as one loss of "
-    "several models does where ranks use different parameters: give these models one reducer, "
-    "attach(torch.nn.ModuleList([...])). Or the ranks have attached their models in different "
-    "orders"
-)
-
-
-OTHER_SIZES = (
-    ". all_reduce_coalesced() takes tensors of the same sizes, in the same order, on every rank: "
-    "sizes is a checksum of [t.numel() for t in tensors]: compare that list"
-)
-
-
-_FIRST_OF_OBJECTS = sentence("all_gather_single", 1, torch.int64)  # of gather_objects()
-_CALL_ALIKE = (
-    f". A rank at {_FIRST_OF_OBJECTS} may be in attach(), refresh(), check_in_sync(), "
-    "load_state_dict() or another call that compares the ranks, which every rank must make"
-)
-
-
-def without_record(words: str) -> str:
-    return re.sub(_RECORD_IN_WORDS, "", words)
-
-
-def with_needed_records(words: list[str]) -> list[str]:
-    """Removes the records from what the ranks call, by rank, unless nothing else differs."""
-    others = [without_record(one) for one in words]
-    return words if len(set(others)) == 1 and len(set(words)) > 1 else others
-
-
-_STEPS_IN_WORDS = r"\Wafter\W\d+\Wsteps?$"
-# How a message begins of ranks that call the same collective.
-STEPS_DIFFER = "the ranks have made different numbers of optimizer steps"
-RECORDS_DIFFER = "the ranks have not stepped alike, as checksums of their steps (record) show"
-
-
-def difference(words: Sequence[str]) -> str:
-    """What is wrong about the ranks' calls, which differ."""
-    without = {without_record(one) for one in words}
-    if len(without) == 1:
-        return RECORDS_DIFFER
-    is_alike = len({re.sub(_STEPS_IN_WORDS, "", one) for one in without}) == 1
-    return STEPS_DIFFER if is_alike else "the ranks call different collectives"
-
-
-def mismatch(number: int, calls: Iterable[object]) -> str:
-    """The message when ranks call different collectives. calls: each rank's, in words, by rank."""
-    words = with_needed_records([str(call) for call in calls])
-    wanted = "; ".join(f"rank {rank}: {call}" for rank, call in enumerate(words))
-    n_buckets = sum("(bucket " in call for call in words)
-    advice = ""
-    if SHADOW in words:
-        advice = (
-            ". Inside join() ranks whose data has ended take part in reductions of gradients "
-            "alone: enter join() on every rank, and make other collectives before or after it"
-        )
-    elif 0 < n_buckets < len(words):
-        is_in_step = any(call.startswith("all_gather_v") for call in words)
-        advice = FEWER_STEPS if is_in_step else FEWER_BACKWARDS
-    elif len({one for call in words for one in re.findall(r"reducer (\d+)\)", call)}) > 1:
-        advice = SEVERAL_REDUCERS
-    elif all(SIZES in call for call in words):
-        advice = OTHER_SIZES
-    if any(call.startswith(_FIRST_OF_OBJECTS) for call in words):
-        advice += _CALL_ALIKE
-    return f"{difference(words)} (number {number} on this communicator): {wanted}{advice}"
-
-
-_BACKWARDS_ALIKE = (
-    ". Run a backward inside no_sync() on all ranks or on none, and likewise call set_weight()"
-)
-_STEPS_ALIKE = (
-    ". If the ranks have made different numbers of steps, one has left out a step, or made one "
-    "alone, and their parameters differ: call refresh() on every rank, which copies rank 0's"
-)
-
-
-def advice_on_bucket(mismatch: str) -> str:
-    """What to do about the mismatch of a bucket, where the message, or what the round adds, does
-    not say so. Over group and NCCL the ranks know of each other's calls only in words, so it is
-    found in these.
-    """
-    if any(text in mismatch for text in (FEWER_BACKWARDS, FEWER_STEPS, RECORDS_DIFFER)):
-        return ""
-    return _STEPS_ALIKE if STEPS_DIFFER in mismatch else _BACKWARDS_ALIKE + _STEPS_ALIKE
-
-
-def shows_records(mismatch: str) -> bool:
-    """Whether the ranks' records are in the message, so that it takes words on this rank's."""
-    return RECORD in mismatch
-
-
-def abandonment(ranks: Iterable[int]) -> str:
-    """The message that the other ranks get when `ranks` abandon a round."""
-    return (
-        f"rank {', '.join(map(str, ranks))} abandoned what was under way (an exception ended its "
-        "backward?): skip this step"
-    )
-
-
-def own_abandonment(rank: int) -> str:
-    """The message that the works of the abandoning rank end with."""
-    return f"rank {rank} abandoned the collectives under way"
 
 
 # ---- refusals, before any peer is involved -------------------------------------------------------

@@ -6,7 +6,8 @@ to copy; how the others are moved, and when, is the transport's.
 copy_gradients() in transport.py is the same in Python, for transports that only copy.
 """
 
-from fastcomm.comm.collective import OTHERS_GRADIENT, is_readable, without_memory
+from fastcomm.comm.collective import is_readable, without_memory
+from fastcomm.comm.words import OTHERS_GRADIENT
 from fastcomm.errors import FastcommError
 
 from fastcomm.comm.flat_buffers cimport FlatBuffer, is_in_a_flat_buffer

@@ -15,9 +15,11 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from fastcomm.comm.abandonment import Abandonment
-from fastcomm.comm.collective import OTHERS_GRADIENT, is_readable, without_memory
+from fastcomm.comm.collective import is_readable, without_memory
 from fastcomm.comm.communicator import Communicator, Work
 from fastcomm.comm.flat_buffers import inside_or_nowhere
+from fastcomm.comm.who import Process
+from fastcomm.comm.words import OTHERS_GRADIENT
 from fastcomm.errors import FastcommError
 
 
@@ -124,7 +126,7 @@ class BoundBucket(abc.ABC):
 class Transport(Communicator):
     """A communicator, as reducers and the transports themselves see it. May change."""
 
-    pids: tuple[int, ...]  # of the ranks' processes
+    processes: tuple[Process, ...]  # by rank
     flight: Any  # the newest collectives, a fastcomm.postmortem.flight_recorder.FlightRecorder
     n_abandoned: int  # how often a round was abandoned, by this rank or another
     # the newest one, until note_settled() is called

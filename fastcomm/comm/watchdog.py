@@ -22,12 +22,13 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import NamedTuple, Protocol
 
 from fastcomm.comm import messages
-from fastcomm.comm.collective import MOST_ASKED, difference
 from fastcomm.comm.deadline import Deadline, running_s
 from fastcomm.comm.times import ANSWER_S, COMPARE_S, LOOK_S, STALLED_S, TICK_S, VERDICT_S
+from fastcomm.comm.who import Process
+from fastcomm.comm.words import CALLED, MOST_ASKED, Called, mismatch, waited, waits
 from fastcomm.errors import (
     ABORTED,
     CLOSED,
@@ -42,7 +43,7 @@ from fastcomm.errors import (
     TimeoutError,
 )
 
-NOTHING = "nothing unfinished"
+NOTHING = Called("", "nothing unfinished")
 
 _KINDS = {
     kind.__name__: kind
@@ -72,7 +73,7 @@ def leave_note(notes: Notes, key: str, value: str) -> str:
 def leave_abort(notes: Notes, rank: int) -> None:
     """Notes that this rank has aborted the communicator."""
     with contextlib.suppress(RuntimeError):  # the store is gone, so nobody is left to tell
-        error = PeerLostError(f"rank {rank} (pid {os.getpid()}) {ABORTED}")
+        error = PeerLostError(f"{Process(rank, os.getpid()).in_words()} {ABORTED}")
         leave_note(notes, "failure", failure_note(error))
 
 
@@ -93,6 +94,14 @@ def leave_last_words(notes: Notes, rank: int, has_raised: bool) -> None:
         notes.write(f"ended/{rank}", RAISED if has_raised else ENDED)
 
 
+class Position(NamedTuple):
+    """Where a rank says that it stands. where: its script, if another rank has asked; or empty."""
+
+    number: int
+    what: Called
+    where: str
+
+
 class Watched(Protocol):
     """The communicator, as its watchdog sees it. `number` counts its collectives, `epoch` how often
     the ranks have met again.
@@ -101,13 +110,13 @@ class Watched(Protocol):
     rank: int
     world_size: int
     leak: str | None  # the warning if it is dropped without close()
-    pids: tuple[int, ...]
+    processes: tuple[Process, ...]  # by rank
     number: int
     epoch: int
 
-    def _oldest_unfinished(self) -> tuple[int, float, str] | None:
-        """The oldest collective that has not ended: its number, seconds without progress, and its
-        description.
+    def _oldest_unfinished(self) -> tuple[int, float, Called] | None:
+        """The oldest collective that has not ended: its number, seconds without progress, and what
+        it is.
         """
 
     def _asynchronous_error(self) -> FastcommError | None: ...
@@ -143,7 +152,7 @@ class Watchdog:
         self._lifelines: dict[int, int] = {}
         for rank in peers:
             if rank != comm.rank:
-                self._lifelines[rank] = _open_lifeline(comm, rank)
+                self._lifelines[rank] = _open_lifeline(comm.processes[rank])
         self._stopped = threading.Event()
         self._last_look = 0.0
         self._published: tuple[int, int, bool] | None = None
@@ -209,7 +218,7 @@ class Watchdog:
                     ),
                 )
 
-    def _hear(self, comm: Watched, unfinished: tuple[int, float, str] | None) -> None:
+    def _hear(self, comm: Watched, unfinished: tuple[int, float, Called] | None) -> None:
         """Acts on the other ranks' notes: a failure, a question, an abandoned round."""
         newest = self._notes.read("news"), comm.epoch
         if newest != self._read_at:
@@ -253,7 +262,7 @@ class Watchdog:
             self._read_closings(comm)
         return sorted(self._closed)
 
-    def _judge(self, comm: Watched, number: int, age: float, what: str) -> None:
+    def _judge(self, comm: Watched, number: int, age: float, what: Called) -> None:
         """Finds out whether a collective that has not ended for a while ever will."""
         if self._stopped.is_set():
             return
@@ -262,7 +271,9 @@ class Watchdog:
             self._read_closings(comm)
         for rank, where in self._closed.items():
             if where < [comm.epoch, number]:
-                message = f"{_of(comm, rank)} {CLOSED}; {_waiting(comm.rank, number, what)}"
+                message = (
+                    f"{comm.processes[rank].in_words()} {CLOSED}; {waits(comm.rank, number, what)}"
+                )
                 self.give_up(comm, PeerLostError(message))
                 return
         self._give_up_dead(comm, dead, what)
@@ -286,11 +297,13 @@ class Watchdog:
         ended = {fd for fd, _ in ready.poll(0)}
         return [rank for rank, lifeline in self._lifelines.items() if lifeline in ended]
 
-    def _give_up_dead(self, comm: Watched, ended: list[int], what: str) -> None:
+    def _give_up_dead(self, comm: Watched, ended: list[int], what: object) -> None:
         """Gives up if a rank in `ended` has died, and had not closed in good order."""
         dead = [rank for rank in ended if rank not in self._closed]
         if dead:
-            gone = ", ".join(f"{_of(comm, rank)} {self._last_words_of(rank)}" for rank in dead)
+            gone = ", ".join(
+                f"{comm.processes[rank].in_words()} {self._last_words_of(rank)}" for rank in dead
+            )
             message = f"{gone}; rank {comm.rank} waits for {what}"
             self.give_up(comm, PeerLostError(message, dead))
 
@@ -300,7 +313,7 @@ class Watchdog:
             return self._notes.read(f"ended/{rank}") or "died"
         return "died"
 
-    def _publish(self, comm: Watched, unfinished: tuple[int, float, str] | None) -> None:
+    def _publish(self, comm: Watched, unfinished: tuple[int, float, Called] | None) -> None:
         """Tells the others where this rank stands, once per position; when they have asked, also
         where its script does.
         """
@@ -310,34 +323,29 @@ class Watchdog:
         if self._published != (comm.epoch, number, self._is_asked):
             self._published = comm.epoch, number, self._is_asked
             where = self._whereabouts() if self._is_asked else ""
-            position = json.dumps([number, what, where])
+            position = json.dumps(Position(number, what, where))
             with contextlib.suppress(RuntimeError):
                 self._notes.write(f"position/{comm.epoch}/{comm.rank}", position)
 
-    def _compare(self, comm: Watched, number: int, what: str) -> None:
+    def _compare(self, comm: Watched, number: int, what: Called) -> None:
         """With rank 0 only, so that the store need not answer every rank about every other."""
         first = self._position_of(comm, 0)
-        if first is not None and first[0] == number and first[1] not in (what, NOTHING):
-            message = (
-                f"{difference([first[1], what])} (number {number} on this communicator): "
-                f"rank 0: {first[1]}; rank {comm.rank}: {what}"
-            )
-            self.give_up(comm, MismatchError(message))
+        if first is not None and first.number == number and first.what not in (what, NOTHING):
+            self.give_up(comm, mismatch(number, {0: first.what, comm.rank: what}))
 
-    def _position_of(self, comm: Watched, rank: int) -> list[Any] | None:
+    def _position_of(self, comm: Watched, rank: int) -> Position | None:
         """Where the rank says it stands: only advice, so one that cannot be read is none."""
         note = self._notes.read(f"position/{comm.epoch}/{rank}")
         if note is None:
             return None
         try:
-            position: list[Any] = messages.read(
-                note, (messages.NUMBER, str, str), f"position/{rank}"
-            )
+            form = messages.NUMBER, CALLED, str
+            number, what, where = messages.read(note, form, f"position/{rank}")
         except FastcommError:
             return None
-        return position
+        return Position(number, Called(*what), where)
 
-    def _time_out(self, comm: Watched, number: int, what: str) -> None:
+    def _time_out(self, comm: Watched, number: int, what: Called) -> None:
         self._publish(comm, (number, self._timeout_s, what))  # the rank that asks reads it
         with contextlib.suppress(RuntimeError):
             is_asker = self._notes.write_once("asker", str(comm.rank)) == str(comm.rank)
@@ -347,18 +355,20 @@ class Watchdog:
             late = [
                 rank
                 for rank, position in others.items()
-                if position is None or position[0] < number or position[1] != what
+                if position is None or position.number < number or position.what != what
             ]
-            missing = "; ".join(f"{_of(comm, rank)}: {_standing(others[rank])}" for rank in late)
+            missing = "; ".join(
+                f"{comm.processes[rank].in_words()}: {_standing(others[rank])}" for rank in late
+            )
             where = [
-                f"\nrank {rank}: {position[2]}"
+                f"\nrank {rank}: {position.where}"
                 for rank, position in others.items()
-                if rank in late[:MOST_ASKED] and position is not None and position[2]
+                if rank in late[:MOST_ASKED] and position is not None and position.where
             ]
             self.give_up(
                 comm,
                 TimeoutError(
-                    f"waited {self._timeout_s:g} s; {_waiting(comm.rank, number, what)}; "
+                    f"{waited(self._timeout_s)}; {waits(comm.rank, number, what)}; "
                     f"missing: {missing or 'no rank'}{''.join(where)}"
                 ),
             )
@@ -366,8 +376,8 @@ class Watchdog:
         self.give_up(
             comm,
             TimeoutError(
-                f"waited {self._timeout_s:g} s; {_waiting(comm.rank, number, what)}; the store "
-                "is gone, too"
+                f"{waited(self._timeout_s)}; {waits(comm.rank, number, what)}; the store is gone, "
+                "too"
             ),
         )
 
@@ -384,13 +394,13 @@ class Watchdog:
             time.sleep(TICK_S)
         return False
 
-    def _ask_around(self, comm: Watched, patience_s: float) -> dict[int, list[Any] | None]:
+    def _ask_around(self, comm: Watched, patience_s: float) -> dict[int, Position | None]:
         """Asks where the other ranks stand: each answers when it next reads the notes. Of one that
         does not, the position that it has told before, if any.
         """
         leave_note(self._notes, "question", "where are you?")
         deadline = Deadline(patience_s)
-        others: dict[int, list[Any] | None] = dict.fromkeys(
+        others: dict[int, Position | None] = dict.fromkeys(
             rank for rank in range(comm.world_size) if rank != comm.rank
         )
         while True:
@@ -422,38 +432,36 @@ class Watchdog:
 
 def failure_note(error: FastcommError) -> str:
     """The text of the note "failure": every rank that reads it raises the same error."""
-    return json.dumps([type(error).__name__, str(error), getattr(error, "ranks", ())])
+    ranks, differs = getattr(error, "ranks", ()), getattr(error, "differs", "")
+    return json.dumps([type(error).__name__, str(error), ranks, differs])
 
 
 def _failure_of(note: str, world_size: int) -> FastcommError:
     """The error in a note. One that cannot be read is a failure all the same."""
     try:
-        form = str, str, [range(world_size)]
-        kind, message, lost = messages.read(note, form, "the note of a failure")
+        form = str, str, [range(world_size)], str
+        kind, message, lost, differs = messages.read(note, form, "the note of a failure")
     except FastcommError as unreadable:
         return unreadable
-    return PeerLostError(message, lost) if lost else _KINDS.get(kind, FastcommError)(message)
+    error = PeerLostError(message, lost) if lost else _KINDS.get(kind, FastcommError)(message)
+    if isinstance(error, MismatchError):
+        error.differs = differs
+    return error
 
 
-def _open_lifeline(comm: Watched, rank: int) -> int:
+def _open_lifeline(peer: Process) -> int:
     try:
-        return os.pidfd_open(comm.pids[rank])
+        return os.pidfd_open(peer.pid)
     except ProcessLookupError as error:
-        raise PeerLostError(f"{_of(comm, rank)} died while the ranks met", [rank]) from error
+        message = f"{peer.in_words()} died while the ranks met"
+        raise PeerLostError(message, [peer.rank]) from error
 
 
-def _of(comm: Watched, rank: int) -> str:
-    return f"rank {rank} (pid {comm.pids[rank]})"
+def _is_answer(position: Position | None) -> bool:
+    return position is not None and bool(position.where)
 
 
-def _waiting(rank: int, number: int, what: str) -> str:
-    return f"rank {rank} waits for collective number {number}, {what}"
-
-
-def _is_answer(position: list[Any] | None) -> bool:
-    """Whether it says where the rank's script stands."""
-    return position is not None and bool(position[2])
-
-
-def _standing(position: list[Any] | None) -> str:
-    return "does not answer" if position is None else f"is at number {position[0]}, {position[1]}"
+def _standing(position: Position | None) -> str:
+    if position is None:
+        return "does not answer"
+    return f"is at number {position.number}, {position.what}"

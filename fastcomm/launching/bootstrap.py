@@ -33,6 +33,7 @@ from torch.distributed import (  # type: ignore[attr-defined]
 from fastcomm.comm import messages
 from fastcomm.comm.deadline import Deadline
 from fastcomm.comm.times import LONG_SLICE_S, SLICE_S
+from fastcomm.comm.words import waited
 from fastcomm.errors import FastcommError, InitError, PeerLostError, TimeoutError
 from fastcomm.launching import launchers
 from fastcomm.launching.asking import ANSWER_S, Asked, Silence, answer_of
@@ -203,10 +204,10 @@ class StoreBootstrap:
         came = [self._asked.check([f"{self._exchange}/{r}"]) for r in range(self.world_size)]
         missing = [name for name, is_there in zip(self.names, came, strict=True) if not is_there]
         missing = missing or [self.names[0]]  # has not passed on what it has
-        waited = f"waited {self.timeout.total_seconds():g} s in {self.caller}"
+        how_long = f"{waited(self.timeout.total_seconds())} in {self.caller}"
         kind = TimeoutError if self._is_collective else InitError
         return kind(
-            f"{self.name} {waited} for {self.world_size} ranks; missing: rank "
+            f"{self.name} {how_long} for {self.world_size} ranks; missing: rank "
             f"{', '.join(map(str, missing))}; {self._advice}"
         )
 

@@ -37,7 +37,7 @@ class Channels:
         it waits for the other rank it calls look() of this.
         """
         self._connect = connect
-        self._rank, self._pids = comm.rank, comm.pids
+        self._rank, self._processes = comm.rank, comm.processes
         self._life = Lifetime()
         self._channels: dict[tuple[int, int], _Channel] = {}
         weakref.finalize(comm, self.end, aborts=True).atexit = False
@@ -68,7 +68,8 @@ class Channels:
         """Makes the communicator of a channel. Until it is there, a dump shows the first message as
         one that this rank waits for.
         """
-        flight = FlightRecorder("", int(self._rank == dst), (self._pids[src], self._pids[dst]))
+        ends = self._processes[src], self._processes[dst]
+        flight = FlightRecorder("", int(self._rank == dst), ends)
         flight.channel = src, dst
         flight.note("broadcast", tensor.dtype, tensor.numel(), 1)
         try:

@@ -28,6 +28,7 @@ from fastcomm.comm import messages
 from fastcomm.comm.deadline import Deadline
 from fastcomm.comm.objects import gather_objects
 from fastcomm.comm.transport import Transport
+from fastcomm.comm.who import Process
 from fastcomm.errors import FastcommError, PeerLostError, TimeoutError
 from fastcomm.launching.asking import ANSWER_S, Silence, answer_of
 from fastcomm.launching.bootstrap import (
@@ -205,25 +206,24 @@ class Fixed:
     def channels_of(self, comm: Transport) -> Channels:
         """For send() and recv()."""
         if self._channels is None:
-            rank, timeout, pids = comm.rank, comm.timeout, comm.pids
+            rank, timeout, processes = comm.rank, comm.timeout, comm.processes
 
             def connect(src: int, dst: int) -> Transport:
-                peer = dst if rank == src else src
-                look = partial(self._look_for_peer, peer, pids[peer])
+                look = partial(self._look_for_peer, processes[dst if rank == src else src])
                 name, caller = f"channel {src} {dst}", _SEND if rank == src else _RECV
                 return self._make_part([src, dst], timeout, name, caller, look)
 
             self._channels = Channels(comm, connect)
         return self._channels
 
-    def _look_for_peer(self, peer: int, pid: int) -> None:
+    def _look_for_peer(self, peer: Process) -> None:
         """Raises PeerLostError if its process has ended, as far as this host knows; FastcommError
         if this rank's communicator has ended.
         """
         if self._channels is not None:
             self._channels.look()
-        if peer in self.neighbours and process_has_ended(pid):
-            raise PeerLostError(f"rank {peer} (pid {pid}) has ended", [peer])
+        if peer.rank in self.neighbours and process_has_ended(peer.pid):
+            raise PeerLostError(f"{peer.in_words()} has ended", [peer.rank])
 
     def end_channels(self, aborts: bool) -> None:
         if self._channels is not None and os.getpid() == self._pid:  # a forked child's is another
@@ -523,7 +523,7 @@ def arrive(
     here = host_identity()
     members = [
         Member(rank, rank, pid, here if rank in neighbours else "another")
-        for rank, pid in enumerate(comm.pids)
+        for rank, pid, _ in comm.processes
     ]
     first = Meeting(point.prefix, 0, _lasting(backend, comm), n_started, n_started, members)
     comm.membership = Membership(point, bootstrap, connect, first)
@@ -566,4 +566,4 @@ def _look_for(members: Collection[Member]) -> None:
     """Raises PeerLostError if a process of this host has ended."""
     for rank, member in enumerate(members):
         if member.has_ended():
-            raise PeerLostError(f"rank {rank} (pid {member.pid}) has ended", [rank])
+            raise PeerLostError(f"{Process(rank, member.pid).in_words()} has ended", [rank])

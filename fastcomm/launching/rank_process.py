@@ -114,6 +114,7 @@ def _fail(folder: Path, error: Exception, is_script: bool) -> None:
 def _report(folder: Path, error: BaseException, exit_code: int, how: str) -> None:
     """Leaves for the launcher how this rank has failed: a Raised of call_folder.py."""
     is_lost = _comes_of_another(error)
+    # as who.Process says it: fastcomm may not be imported
     text = f"rank {os.environ['RANK']} (pid {os.getpid()}) {how}"
     # By a rename: the launcher, which may end this rank meanwhile, reads all of it, or nothing.
     written = _path(folder, "writing")

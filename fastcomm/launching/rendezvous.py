@@ -291,7 +291,7 @@ def _warn_of_threads(comm: Transport, ranks: Sequence[int]) -> None:
     n_threads = torch.get_num_threads()
     if comm.rank != ranks[0] or n_threads == 1 or "OMP_NUM_THREADS" in os.environ:
         return
-    n_cores = len(set[int]().union(*(_cores_of(comm.pids[rank]) for rank in ranks)))
+    n_cores = len(set[int]().union(*(_cores_of(comm.processes[rank].pid) for rank in ranks)))
     if len(ranks) * n_threads > n_cores:
         warnings.warn(
             f"{len(ranks)} ranks have {n_threads} threads each, and {n_cores} cores in all: set "

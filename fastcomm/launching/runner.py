@@ -20,6 +20,7 @@ from urllib.parse import urlparse
 import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from fastcomm.comm.who import Process
 from fastcomm.errors import FastcommError
 from fastcomm.launching.bootstrap import MeetingPoint
 from fastcomm.launching.call_folder import CallFolder, Raised, new_folder
@@ -323,7 +324,7 @@ def _first_failure(
     how = f"ended with exit code {exit_code}"
     if exit_code < 0:
         how, exit_code = f"was ended by {_name_of_signal(-exit_code)}", 128 - exit_code
-    return Failure(f"rank {others[0]} (pid {pid}) {how}", exit_code)
+    return Failure(f"{Process(others[0], pid).in_words()} {how}", exit_code)
 
 
 def _name_of_signal(number: int) -> str:

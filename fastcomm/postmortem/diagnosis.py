@@ -14,6 +14,7 @@ from typing import Any
 
 from fastcomm.comm import messages
 from fastcomm.comm.deadline import Deadline
+from fastcomm.comm.who import Process
 from fastcomm.postmortem import dump
 
 _NS = range(2**62)
@@ -77,7 +78,7 @@ class Rank:
         return self.entries[-1] if self.entries else None
 
     def in_words(self) -> str:
-        return f"rank {self.rank} (pid {self.file['pid']}, {self.file['host']})"
+        return Process(self.rank, self.file["pid"], self.file["host"]).in_words()
 
     def has_come_to(self, position: tuple[int, int]) -> bool:
         return any(position_of(entry) >= position for entry in self.entries)

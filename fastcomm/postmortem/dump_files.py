@@ -17,7 +17,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from fastcomm.comm.collective import name_of, sentence
+from fastcomm.comm.collective import name_of
+from fastcomm.comm.words import called
 from fastcomm.postmortem.flight_recorder import Entry, FlightRecorder
 from fastcomm.postmortem.whereabouts import stack_of
 
@@ -136,21 +137,19 @@ def in_words(entry: Entry) -> str:
     """As error messages call the collective."""
     if entry.dtype is None:
         return entry.kind
-    return sentence(
-        entry.kind,
-        entry.numel,
-        entry.dtype,
+    return called(
+        *(entry.kind, entry.numel, entry.dtype),
         op=entry.op,
         root=entry.root,
         label=entry.label,
-        step=0 if entry.label else entry.step,
-    )
+        step=entry.step,
+    ).words
 
 
 def _message_in_words(entry: Entry) -> str:
     """A broadcast of a channel: the ranks of that are numbered otherwise."""
     assert entry.dtype is not None  # for the type checker
-    return sentence("message", entry.numel, entry.dtype)
+    return called("message", entry.numel, entry.dtype).words
 
 
 def _nbytes(entry: Entry) -> int:

@@ -3,6 +3,7 @@ from weakref import WeakValueDictionary
 
 import torch
 
+from fastcomm.comm.who import Process
 from fastcomm.errors import FastcommError
 
 N_KEPT: int
@@ -43,7 +44,7 @@ class Entry:
 class FlightRecorder:
     epoch: int
     channel: tuple[int, int] | None
-    def __init__(self, backend: str, rank: int, pids: tuple[int, ...]) -> None: ...
+    def __init__(self, backend: str, rank: int, processes: tuple[Process, ...]) -> None: ...
     @property
     def backend(self) -> str: ...
     @property

@@ -61,16 +61,17 @@ cdef class Entry:
 cdef class FlightRecorder:
     """The newest N_KEPT collectives of one communicator.
 
-    pids: of the communicator's processes, by rank. owner: the process that has made it.
+    processes: by rank, each a who.Process. owner: the process that has made it.
     channel: of a channel, from which rank to which its messages go, as their callers number them.
     names: what a bucket holds, by label, for those who read the entries.
     activities: what says by in_words() what the process does, on any thread; by its name,
         "reducer 0". Keeps nothing alive.
     """
 
-    def __cinit__(self, str backend, int rank, tuple pids):
+    def __cinit__(self, str backend, int rank, tuple processes):
         global recorders
-        self.backend, self.rank, self.pids, self.owner = backend, rank, pids, os.getpid()
+        self.backend, self.rank, self.owner = backend, rank, os.getpid()
+        self.pids = tuple(one.pid for one in processes)
         self.names, self.kept = {}, []
         self.activities = weakref.WeakValueDictionary()
         recorders = [one for one in recorders if one() is not None] + [weakref.ref(self)]
@@ -79,7 +80,7 @@ cdef class FlightRecorder:
         self, str kind, dtype, uint64_t numel, uint64_t number=0, str op=None, int root=0,
         uint32_t label=0, uint64_t step=0,
     ):
-        """Notes a collective that is posted now. op, root: as in collective.sentence()."""
+        """Notes a collective that is posted now. op, root: as in words.called()."""
         cdef Entry entry = Entry.__new__(Entry)
         entry.kind, entry.dtype, entry.numel, entry.number = kind, dtype, numel, number
         entry.op, entry.root = op, root if kind in WITH_ROOT else -1

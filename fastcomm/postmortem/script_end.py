@@ -48,11 +48,12 @@ def tell_at_end(end: Telling) -> None:
         Finalize(None, _tell, exitpriority=_FIRST)
 
 
-def start_thread(name: str, function: Callable[..., None], *arguments: object) -> None:
+def start_thread(name: str, function: Callable[..., None], *arguments: object) -> threading.Thread:
     """A daemon thread that leaves when the communicators end."""
     thread = threading.Thread(target=function, args=arguments, name=name, daemon=True)
     _threads.add(thread)
     thread.start()
+    return thread
 
 
 def _tell() -> None:

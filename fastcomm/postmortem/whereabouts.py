@@ -21,7 +21,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 
-from fastcomm.comm.collective import MOST_ASKED
+from fastcomm.comm.who import Process
+from fastcomm.comm.words import MOST_ASKED
 from fastcomm.postmortem.flight_recorder import living
 
 N_FRAMES = 12  # of each thread, the innermost
@@ -93,11 +94,11 @@ def _answer(listener: socket.socket) -> None:
             time.sleep(0.1)
 
 
-def whereabouts_of(ranks: Sequence[int], pids: Sequence[int]) -> str:
-    """Where these ranks of this host stand, a paragraph each, to be put behind a message. pids: of
-    all ranks. Says nothing of one that nobody answers for.
+def whereabouts_of(processes: Sequence[Process]) -> str:
+    """Where these processes of this host stand, a paragraph each, to be put behind a message. Says
+    nothing of one that nobody answers for.
     """
-    found = [(rank, ask(pids[rank])) for rank in ranks[:MOST_ASKED]]
+    found = [(one.rank, ask(one.pid)) for one in processes[:MOST_ASKED]]
     return "".join(f"\nrank {rank}: {answer}" for rank, answer in found if answer)
 
 

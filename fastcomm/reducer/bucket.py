@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.nn import Parameter
 
-from fastcomm.comm.collective import OTHERS_GRADIENT, advice_on_bucket
 from fastcomm.comm.flat_buffers import inside
 from fastcomm.comm.transport import BoundBucket, BucketWork, Transport, Weight
+from fastcomm.comm.words import OTHERS_GRADIENT, advice_on_bucket
 from fastcomm.errors import FastcommError, MismatchError, add_to_first_line
 from fastcomm.reducer.autograd import is_gradient_held, is_hooked_behind
 from fastcomm.reducer.gradient_state import GradientState, checksum
@@ -393,7 +393,7 @@ class Bucket(Counter):
 
     def _explained(self, error: FastcommError) -> FastcommError:
         """The error that has ended the reduction, with the parameters it is about."""
-        advice = advice_on_bucket(str(error)) if isinstance(error, MismatchError) else ""
+        advice = advice_on_bucket(error.differs) if isinstance(error, MismatchError) else ""
         held = f"; the bucket holds the gradients of {self.names[0]} ... {self.names[-1]}{advice}"
         explained = type(error)(add_to_first_line(str(error), held))
         explained.__dict__.update(error.__dict__)

@@ -14,8 +14,9 @@ from typing import Any
 import torch
 
 from fastcomm.comm.abandonment import GONE_ON, note_abandoned
-from fastcomm.comm.collective import SKIP, shows_records, with_checksum
+from fastcomm.comm.collective import SKIP, with_checksum
 from fastcomm.comm.transport import Transport, Weight
+from fastcomm.comm.words import RECORDS
 from fastcomm.errors import AbandonedError, FastcommError, MismatchError
 from fastcomm.insight.phases import BACKWARD, WAITING, Phases
 from fastcomm.reducer.autograd import call_at_end_of_backward
@@ -349,6 +350,6 @@ class Round(RoundFlags):
         self.is_over = True
 
     def _explained(self, error: MismatchError) -> MismatchError:
-        if shows_records(str(error)) and self._last_in_words is not None:
+        if error.differs == RECORDS and self._last_in_words is not None:
             error.args = (f"{error}; {self._last_in_words()}",)
         return error

@@ -22,6 +22,7 @@ from torch.futures import Future
 
 from fastcomm.comm.deadline import Deadline
 from fastcomm.comm.times import LONG_SLICE_S
+from fastcomm.comm.who import Process, in_words
 from fastcomm.errors import PeerLostError
 from fastcomm.torch_backend.peers import Peers
 from fastcomm.torch_backend.work import BackendWork, Finished, Places, put_all, registered
@@ -94,14 +95,14 @@ class GlooEngine:
         has_broken = _OF_CONNECTIONS in str(error)
         self._blame(self._peers.ended_soon() if has_broken else self._peers.ended(), name, error)
 
-    def _blame(self, ended: dict[int, int], name: str, error: RuntimeError | None) -> None:
+    def _blame(self, ended: Sequence[Process], name: str, error: RuntimeError | None) -> None:
         if not ended:
             return
-        lost = ", ".join(f"rank {self._members[rank]} (pid {pid})" for rank, pid in ended.items())
+        lost = [one._replace(rank=self._members[one.rank]) for one in ended]
         own = self._members[self._gloo.rank()]
         gloo_says = f": {error}" if error is not None else ""
-        message = f"{lost} died; rank {own} waits in {name}, over Gloo{gloo_says}"
-        raise PeerLostError(message, [self._members[rank] for rank in ended]) from error
+        message = f"{in_words(lost)} died; rank {own} waits in {name}, over Gloo{gloo_says}"
+        raise PeerLostError(message, [one.rank for one in lost]) from error
 
 
 def _flat(argument: Any, places: list[tuple[Tensor, Tensor]]) -> Any:

@@ -28,6 +28,7 @@ from torch.distributed import PrefixStore, ReduceOp  # type: ignore[attr-defined
 
 from fastcomm.comm.autograd_stack import caller_is_called_by_autograd
 from fastcomm.comm.collective import CPU_DTYPES, REDUCTIONS, refuse_without_memory
+from fastcomm.comm.who import in_words
 from fastcomm.errors import InitError, PeerLostError
 from fastcomm.launching.bootstrap import Caller, count_as_finished, own_part, said_of
 from fastcomm.launching.rendezvous import connect
@@ -130,8 +131,9 @@ class ProcessGroup(dist.ProcessGroup):
             names=self._members,
             look=look,
         )
-        pids = {rank: comm.pids[rank] for rank in neighbours if rank != self.rank()}
-        return SharedCommunicator(comm), Peers(pids)
+        return SharedCommunicator(comm), Peers(
+            comm.processes[rank] for rank in neighbours if rank != self.rank()
+        )
 
     def _register_engines(self, options: Any) -> None:
         """Gives the base class the engines for the other calls, one per device. The backend type
@@ -242,10 +244,9 @@ class ProcessGroup(dist.ProcessGroup):
 
     def look_for(self, ranks: list[int]) -> None:
         """Raises PeerLostError when one of `ranks` is known to be lost."""
-        lost = self._peers.ended(ranks) | self._cpu.lost(ranks)
+        lost = sorted({*self._peers.ended(ranks), *self._cpu.lost(ranks)})
         if lost:
-            names = ", ".join(f"rank {rank} (pid {pid})" for rank, pid in sorted(lost.items()))
-            raise PeerLostError(f"{names} died", lost)
+            raise PeerLostError(f"{in_words(lost)} died", [one.rank for one in lost])
 
     def _get_sequence_number_for_group(self) -> int:
         """How many collectives this rank has called on the group.

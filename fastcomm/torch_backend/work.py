@@ -28,6 +28,7 @@ from fastcomm.comm.autograd_stack import caller_is_called_by_autograd
 from fastcomm.comm.communicator import Work
 from fastcomm.comm.deadline import Deadline
 from fastcomm.comm.transport import Transport
+from fastcomm.comm.who import Process
 from fastcomm.errors import FastcommError, TimeoutError
 from fastcomm.postmortem.script_end import start_thread
 
@@ -118,10 +119,10 @@ class SharedCommunicator:
                 work.place_if_good()
             self._unplaced.appendleft(work)
 
-    def lost(self, ranks: Collection[int]) -> dict[int, int]:
-        """The pids of those of `ranks` that the communicator has found dead, by rank."""
+    def lost(self, ranks: Collection[int]) -> list[Process]:
+        """Those of `ranks` that the communicator has found dead."""
         lost = getattr(self.comm.failure, "ranks", ())
-        return {rank: self.comm.pids[rank] for rank in ranks if rank in lost}
+        return [self.comm.processes[rank] for rank in ranks if rank in lost]
 
     def close(self) -> None:
         self._progress.stop()
@@ -371,6 +372,7 @@ class _Progress:
             return
         self._works += works
         if self._thread is None:
+            # not by start_thread: it never waits in C++, and need not end before the interpreter
             self._thread = threading.Thread(target=self._run, name="fastcomm-progress", daemon=True)
             self._thread.start()
         self._wake.set()

@@ -113,7 +113,7 @@ def _killed_while_another_waits(place, name):
     if place.rank == 1:
         dist.recv(torch.ones(1), 0)
         os.kill(os.getpid(), signal.SIGKILL)
-    pid = dist.group.WORLD._cpu.comm.pids[1]
+    pid = dist.group.WORLD._cpu.comm.processes[1].pid
     dist.send(torch.ones(1), 1)
     before = time.monotonic()
     message = rf"rank 1 \(pid {pid}\) died; rank 0 waits in .*over Gloo"

@@ -119,7 +119,7 @@ def _outlive_rank_2(place):
     if place.rank == 0:
         dist.new_group([1, 2])
     else:
-        pid = dist.group.WORLD._cpu.comm.pids[2]
+        pid = dist.group.WORLD._cpu.comm.processes[2].pid
         message = rf"rank 1 waits in new_group: rank 2 \(pid {pid}\) died"
         with pytest.raises(fastcomm.InitError, match=message):
             dist.new_group([1, 2])

@@ -133,5 +133,5 @@ class _CompletedAtTheLastMoment:
 
 def test_a_collective_that_is_completed_as_a_wait_times_out_has_not_failed():
     gloo = SimpleNamespace(rank=lambda: 0, all_reduce=lambda *_: _CompletedAtTheLastMoment())
-    engine = gloo_engine.GlooEngine(gloo, Peers({}), [0])
+    engine = gloo_engine.GlooEngine(gloo, Peers([]), [0])
     assert engine.collective("all_reduce", [_bytes(1)]).wait(timedelta(seconds=9))

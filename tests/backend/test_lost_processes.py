@@ -9,6 +9,7 @@ from unittest import mock
 
 import pytest
 
+from fastcomm.comm.who import Process
 from fastcomm.errors import PeerLostError
 from fastcomm.torch_backend.gloo_engine import GlooEngine
 from fastcomm.torch_backend.peers import Peers
@@ -33,29 +34,29 @@ def ended():
 
 
 def test_a_process_has_ended_once_it_was_killed(running, ended):
-    peers = Peers({1: running.pid, 2: ended.pid})
+    peers = Peers([Process(1, running.pid), Process(2, ended.pid)])
     assert peers.ended_soon() == {2: ended.pid}
     assert peers.ended() == peers.ended([0, 2]) == {2: ended.pid}
-    assert peers.ended([1]) == {}
+    assert peers.ended([1]) == []
 
 
 def test_a_process_that_was_reaped_has_ended(ended):
     ended.wait()
-    assert Peers({1: ended.pid}).ended() == {1: ended.pid}
+    assert Peers([Process(1, ended.pid)]).ended() == [Process(1, ended.pid)]
 
 
 def test_a_process_that_ends_a_moment_later_is_found(running):
     threading.Timer(0.05, running.kill).start()
-    assert Peers({1: running.pid}).ended_soon() == {1: running.pid}
+    assert Peers([Process(1, running.pid)]).ended_soon() == [Process(1, running.pid)]
 
 
 def test_a_process_that_does_not_end_is_not_waited_for_long(running):
-    assert Peers({1: running.pid}).ended_soon() == {}
+    assert Peers([Process(1, running.pid)]).ended_soon() == []
 
 
 def test_lost_ranks_of_a_group_are_named_by_their_numbers_of_all(ended):
     ended.wait()
-    engine = GlooEngine(SimpleNamespace(rank=lambda: 0), Peers({1: ended.pid}), [3, 7])
+    engine = GlooEngine(SimpleNamespace(rank=lambda: 0), Peers([Process(1, ended.pid)]), [3, 7])
     trouble = RuntimeError("connection closed by peer")
     words = rf"rank 7 \(pid {ended.pid}\) died; rank 3 waits in gather, over Gloo: connection cl"
     with pytest.raises(PeerLostError, match=words) as lost:
@@ -64,18 +65,18 @@ def test_lost_ranks_of_a_group_are_named_by_their_numbers_of_all(ended):
 
 
 def test_an_error_of_gloo_s_says_nothing_of_ranks_that_live(running):
-    engine = GlooEngine(SimpleNamespace(rank=lambda: 0), Peers({1: running.pid}), [0, 1])
+    engine = GlooEngine(SimpleNamespace(rank=lambda: 0), Peers([Process(1, running.pid)]), [0, 1])
     engine.explain("gather", RuntimeError(BROKEN))
 
 
 def test_a_process_whose_connection_broke_is_given_the_time_to_end(running):
-    engine = GlooEngine(SimpleNamespace(rank=lambda: 0), Peers({1: running.pid}), [0, 1])
+    engine = GlooEngine(SimpleNamespace(rank=lambda: 0), Peers([Process(1, running.pid)]), [0, 1])
     threading.Timer(0.05, running.kill).start()
     with pytest.raises(PeerLostError, match=rf"rank 1 \(pid {running.pid}\) died"):
         engine.explain("gather", RuntimeError(BROKEN))
 
 
 def test_a_call_that_gloo_refuses_waits_for_no_process(running):
-    engine = GlooEngine(SimpleNamespace(rank=lambda: 0), Peers({1: running.pid}), [0, 1])
+    engine = GlooEngine(SimpleNamespace(rank=lambda: 0), Peers([Process(1, running.pid)]), [0, 1])
     with mock.patch.object(Peers, "ended_soon", side_effect=AssertionError):
         engine.explain("gather", RuntimeError("ProcessGroupGloo::gather: unsupported device type"))

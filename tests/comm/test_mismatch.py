@@ -1,37 +1,51 @@
-"""How the message of a mismatch begins, and what it advises: from the calls in words alone."""
+"""How the message of a mismatch begins, and what it advises."""
 
 from __future__ import annotations
 
 import pytest
+import torch
 
-from fastcomm.comm.collective import RECORDS_DIFFER, STEPS_DIFFER, mismatch, without_record
+from fastcomm.comm.collective import bucket_label, steps_made
+from fastcomm.comm.words import BACKWARDS, BEGINNINGS, CALLS, RECORDS, STEPS, Called, called
+from fastcomm.comm.words import mismatch as mismatch_of
 
-BUCKET = "all_reduce of 34 float32 elements, op mean (bucket 0 of reducer 0)"
-OTHER_CALLS = "the ranks call different collectives"
+BARRIER = Called("barrier", "barrier")
+
+
+def bucket(n_steps: int, record: int = 0, op: str = "mean", kind: str = "all_reduce") -> Called:
+    step = steps_made(n_steps, record)
+    return called(kind, 34, torch.float32, op=op, label=bucket_label(0, 0), step=step)
+
+
+def test_a_bucket_is_called_by_its_number_and_what_its_rank_has_stepped() -> None:
+    words = "all_reduce of 34 float32 elements, op mean (bucket 0 of reducer 0)"
+    assert str(bucket(0)) == words
+    assert str(bucket(1, 0xBADCAFE)) == f"{words} after 1 step (record 0badcafe)"
+    assert bucket(2, 0xBADCAFE).without_record() == f"{words} after 2 steps"
 
 
 @pytest.mark.parametrize(
-    "first, second, beginning",
+    "first, second, differs",
     [
-        (f"{BUCKET} after 1 step", f"{BUCKET} after 2 steps", STEPS_DIFFER),
-        (BUCKET, f"{BUCKET} after 1 step (record 0badcafe)", STEPS_DIFFER),
-        (f"{BUCKET} after 1 step (record 0badcafe)", f"{BUCKET} after 1 step", RECORDS_DIFFER),
-        (f"{BUCKET} after 1 step", f"{BUCKET.replace('mean', 'sum')} after 1 step", OTHER_CALLS),
-        (f"{BUCKET} after 1 step", "barrier", OTHER_CALLS),
+        (bucket(1), bucket(2), STEPS),
+        (bucket(0), bucket(1, 0xBADCAFE), STEPS),
+        (bucket(1, 0xBADCAFE), bucket(1), RECORDS),
+        (bucket(1), bucket(1, op="sum"), CALLS),
+        (bucket(1), BARRIER, BACKWARDS),
     ],
 )
-def test_a_mismatch_begins_with_what_differs(first: str, second: str, beginning: str) -> None:
+def test_a_mismatch_begins_with_what_differs(first: Called, second: Called, differs: str) -> None:
+    beginning = BEGINNINGS[CALLS if differs == BACKWARDS else differs]
     for calls in ([first, second], [second, first], [first, second, first]):
-        assert mismatch(7, calls).startswith(f"{beginning} (number 7 on this communicator): rank 0")
+        error = mismatch_of(7, dict(enumerate(calls)))
+        assert str(error).startswith(f"{beginning} (number 7 on this communicator): rank 0")
+        assert error.differs == differs
+        assert ("(record" in str(error)) == (differs == RECORDS)
 
 
 def test_a_step_that_one_rank_leaves_out_is_told_from_a_backward() -> None:
-    calls = ["all_gather_v of 2 float32 elements", "reduce_scatter_v of 34 (bucket 0 of reducer 1)"]
-    for words in (calls, calls[::-1]):
-        message = mismatch(7, words)
+    gather = called("all_gather_v", 2, torch.float32)
+    for first, second in ((gather, bucket(1)), (bucket(1), gather)):
+        message = str(mismatch_of(7, {0: first, 1: second}))
         assert "and others in the step() of a ShardedOptimizer" in message
         assert "past their last backward" not in message
-
-
-def test_a_record_is_left_out_where_nobody_compares_it() -> None:
-    assert without_record(f"{BUCKET} after 1 step (record 0badcafe)") == f"{BUCKET} after 1 step"

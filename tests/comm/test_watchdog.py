@@ -19,11 +19,14 @@ from hypothesis import strategies as st
 
 from fastcomm.comm import deadline, watchdog
 from fastcomm.comm.watchdog import Watchdog, failure_note, leave_note
+from fastcomm.comm.who import processes_of
+from fastcomm.comm.words import CALLS, Called, mismatch
 from fastcomm.errors import FastcommError, MismatchError, PeerLostError, TimeoutError
 from fastcomm.postmortem.whereabouts import whereabouts
 from tests.support.damage import damaged_json
 
 PAUSE_S = 0.15  # many ticks
+ALL_REDUCE, BARRIER = Called("all_reduce", "all_reduce of 10"), Called("barrier", "barrier")
 
 
 class Notes(dict):
@@ -53,15 +56,15 @@ class Communicator:
     rank, world_size, leak = 1, 2, None
 
     def __init__(self, pid: int = 0) -> None:
-        self.pids = (pid, os.getpid())
+        self.processes = processes_of((pid, os.getpid()))
         self.number, self.epoch = 5, 0
-        self.unfinished: tuple[int, float, str] | None = None
+        self.unfinished: tuple[int, float, Called] | None = None
         self.trouble: FastcommError | None = None
         self.has_graphs = False
         self.failure: FastcommError | None = None
         self.interruptions: list[tuple[str, int, int]] = []
 
-    def _oldest_unfinished(self) -> tuple[int, float, str] | None:
+    def _oldest_unfinished(self) -> tuple[int, float, Called] | None:
         return self.unfinished
 
     def _asynchronous_error(self) -> FastcommError | None:
@@ -120,44 +123,43 @@ def process() -> Iterator[int]:
 
 def waiting(age: float, number: int = 5) -> Communicator:
     comm = Communicator()
-    comm.unfinished = number, age, "all_reduce of 10"
+    comm.unfinished = number, age, ALL_REDUCE
     return comm
 
 
 # Peers that have closed
 
 
-def test_a_peer_that_closed_before_a_collective_is_lost_to_it() -> None:
-    failure = failure_of(waiting(0.5), Notes({"closed/0": "[0, 0, 4]"}))
-    assert isinstance(failure, PeerLostError) and "rank 0 (pid 0) closed" in str(failure)
-
-
-def test_a_peer_that_closed_after_it_has_launched_the_same_is_not_lost() -> None:
-    assert failure_of(waiting(0.5), Notes({"closed/0": "[0, 0, 5]"}), within=PAUSE_S) is None
-
-
-def test_a_peer_that_closed_in_an_earlier_epoch_is_lost() -> None:
-    comm = waiting(0.5)
-    comm.epoch = 1
-    assert isinstance(failure_of(comm, Notes({"closed/0": "[0, 0, 9]"})), PeerLostError)
-
-
-def test_nobody_is_lost_to_a_collective_that_has_only_begun() -> None:
-    notes = Notes({"closed/0": "[0, 0, 4]"})
-    assert failure_of(waiting(0.1), notes, within=PAUSE_S) is None
+@pytest.mark.parametrize(
+    "age, epoch, closing, is_lost",
+    [
+        (0.5, 0, "[0, 0, 4]", True),
+        (0.5, 0, "[0, 0, 5]", False),  # it has launched the same
+        (0.5, 1, "[0, 0, 9]", True),  # in an earlier epoch
+        (0.1, 0, "[0, 0, 4]", False),  # the collective has only begun
+    ],
+)
+def test_a_peer_that_closed_is_lost_to_what_it_has_not_launched(
+    age: float, epoch: int, closing: str, is_lost: bool
+) -> None:
+    comm = waiting(age)
+    comm.epoch = epoch
+    failure = failure_of(comm, Notes({"closed/0": closing}), within=10 if is_lost else PAUSE_S)
+    assert isinstance(failure, PeerLostError) == is_lost
+    assert not is_lost or "rank 0 (pid 0) closed" in str(failure)
 
 
 def test_a_peer_that_closed_after_another_had_is_found_when_ranks_compare() -> None:
     notes = Notes({"closed/0": "[0, 0, 5]", "closed/1": "[2, 0, 4]"})
     comm = waiting(3)
-    comm.world_size, comm.pids = 3, (0, os.getpid(), 22)
+    comm.world_size, comm.processes = 3, processes_of((0, os.getpid(), 22))
     assert "rank 2 (pid 22) closed" in str(failure_of(comm, notes))
 
 
 def test_a_peer_whose_process_has_ended_after_it_had_closed_has_closed() -> None:
     with process() as pid:
         comm = waiting(0.5)
-        comm.pids = (pid, os.getpid())
+        comm.processes = processes_of((pid, os.getpid()))
         notes = Notes()
         with watching(comm, notes, (0, 1)):
             time.sleep(PAUSE_S)
@@ -170,25 +172,23 @@ def test_a_peer_whose_process_has_ended_after_it_had_closed_has_closed() -> None
 # Ranks that call different collectives
 
 
-def position(number: int, what: str) -> Notes:
+def position(number: int, what: Called) -> Notes:
     return Notes({"position/0/0": json.dumps([number, what, "its main thread stands at"])})
 
 
 def test_another_collective_under_the_same_number_is_a_mismatch() -> None:
-    failure = failure_of(waiting(3), position(5, "barrier"))
+    failure = failure_of(waiting(3), position(5, BARRIER))
     assert isinstance(failure, MismatchError)
     assert "rank 0: barrier; rank 1: all_reduce of 10" in str(failure)
 
 
-@pytest.mark.parametrize(
-    "number, what", [(5, watchdog.NOTHING), (4, "barrier"), (5, "all_reduce of 10")]
-)
-def test_a_rank_that_is_idle_elsewhere_or_alike_is_no_mismatch(number: int, what: str) -> None:
+@pytest.mark.parametrize("number, what", [(5, watchdog.NOTHING), (4, BARRIER), (5, ALL_REDUCE)])
+def test_a_rank_that_is_idle_elsewhere_or_alike_is_no_mismatch(number: int, what: Called) -> None:
     assert failure_of(waiting(3), position(number, what), within=PAUSE_S) is None
 
 
 def test_ranks_compare_only_what_has_taken_long() -> None:
-    assert failure_of(waiting(1), position(5, "barrier"), within=PAUSE_S) is None
+    assert failure_of(waiting(1), position(5, BARRIER), within=PAUSE_S) is None
 
 
 # Processes
@@ -199,7 +199,7 @@ def test_a_process_that_has_ended_is_found(waits_for: str) -> None:
     with process() as pid:
         comm = Communicator(pid)
         comm.has_graphs = waits_for == "graphs"
-        comm.unfinished = None if comm.has_graphs else (5, 0.5, "all_reduce of 10")
+        comm.unfinished = None if comm.has_graphs else (5, 0.5, ALL_REDUCE)
         with watching(comm, Notes(), (0, 1)):
             time.sleep(PAUSE_S)
             assert comm.failure is None
@@ -216,7 +216,7 @@ def test_a_process_that_has_ended_may_have_said_how(has_raised: bool, words: str
     notes = Notes()
     with process() as pid:
         comm = waiting(0.5)
-        comm.pids = (pid, os.getpid())
+        comm.processes = processes_of((pid, os.getpid()))
         with watching(comm, notes, (0, 1)):
             watchdog.leave_last_words(notes, 0, has_raised)
             os.kill(pid, 9)
@@ -256,6 +256,9 @@ def test_what_another_rank_has_failed_with_is_raised_here_too() -> None:
     note = watchdog.failure_note(PeerLostError("rank 0 died", [0]))
     failure = failure_of(Communicator(), Notes({"failure": note}))
     assert isinstance(failure, PeerLostError) and failure.ranks == (0,)
+    note = watchdog.failure_note(mismatch(5, {0: BARRIER, 1: BARRIER._replace(words="step")}))
+    failure = failure_of(Communicator(), Notes({"failure": note}))
+    assert isinstance(failure, MismatchError) and failure.differs == CALLS
 
 
 def test_the_first_failure_that_was_noted_is_what_all_raise() -> None:
@@ -286,11 +289,11 @@ def test_a_rank_that_is_asked_says_where_it_stands() -> None:
     notes, comm = Notes({"question": "where are you?"}), Communicator()
     with watching(comm, notes):
         wait_until(lambda: "position/0/1" in notes)
-        assert json.loads(notes["position/0/1"])[:2] == [5, watchdog.NOTHING]
+        assert json.loads(notes["position/0/1"])[:2] == [5, list(watchdog.NOTHING)]
         comm.number = 6
         wait_until(lambda: json.loads(notes["position/0/1"])[0] == 6)
     number, what, where = json.loads(notes["position/0/1"])
-    assert (number, what) == (6, watchdog.NOTHING)
+    assert (number, what) == (6, list(watchdog.NOTHING))
     assert "test_a_rank_that_is_asked_says_where_it_stands" in where
 
 
@@ -306,24 +309,27 @@ def test_a_store_that_is_gone_is_an_error_for_those_who_wait_alone() -> None:
 
 
 def test_a_deadline_names_the_ranks_that_are_behind_or_elsewhere() -> None:
-    failure = failure_of(waiting(61), position(4, "barrier"))
+    failure = failure_of(waiting(61), position(4, BARRIER))
     assert isinstance(failure, TimeoutError)
     assert "missing: rank 0 (pid 0): is at number 4, barrier" in str(failure)
     assert str(failure).endswith("\nrank 0: its main thread stands at")
 
 
-def test_a_deadline_names_no_rank_that_has_come_as_far() -> None:
-    assert "missing: no rank" in str(failure_of(waiting(61), position(5, "all_reduce of 10")))
-
-
-def test_a_rank_that_does_not_answer_is_named_at_the_deadline() -> None:
-    assert "rank 0 (pid 0): does not answer" in str(failure_of(waiting(61), Notes()))
+@pytest.mark.parametrize(
+    "notes, says",
+    [
+        (position(5, ALL_REDUCE), "missing: no rank"),  # it has come as far
+        (Notes(), "rank 0 (pid 0): does not answer"),
+    ],
+)
+def test_a_deadline_names_who_does_not_answer_and_nobody_else(notes: Notes, says: str) -> None:
+    assert says in str(failure_of(waiting(61), notes))
 
 
 def test_one_rank_asks_around_for_all() -> None:
     notes = Requests({"asker": "0"})
     comm = waiting(61)
-    comm.world_size, comm.pids = 8, tuple(range(8))
+    comm.world_size, comm.processes = 8, processes_of(range(8))
     verdict = watchdog.failure_note(TimeoutError("missing: rank 7"))
     with watching(comm, notes):
         wait_until(lambda: notes.n_of["failure"] > 3)
@@ -337,9 +343,7 @@ def test_a_rank_asks_itself_when_the_one_that_asks_does_not_come_to_an_end(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(watchdog, "VERDICT_S", 0.05)
-    failure = failure_of(
-        waiting(61), Notes({"asker": "0", "position/0/0": '[4, "barrier", "here"]'})
-    )
+    failure = failure_of(waiting(61), Notes({"asker": "0", **position(4, BARRIER)}))
     assert isinstance(failure, TimeoutError) and "is at number 4, barrier" in str(failure)
 
 
@@ -406,7 +410,8 @@ class World:
         self.comms: list[Any] = []
         for rank in range(WORLD_SIZE):
             comm: Any = Communicator()
-            comm.rank, comm.world_size, comm.pids = rank, WORLD_SIZE, tuple(range(WORLD_SIZE))
+            comm.rank, comm.world_size = rank, WORLD_SIZE
+            comm.processes = processes_of(range(WORLD_SIZE))
             self.comms.append(comm)
         self.watchdogs = [Watchdog(comm, self.notes, 60, (), whereabouts) for comm in self.comms]
 
@@ -419,7 +424,7 @@ class World:
             for rank in ranks:
                 comm = self.comms[rank]
                 comm.number += 1
-                comm.unfinished = None if age is None else (comm.number - 4, age, "a bucket")
+                comm.unfinished = None if age is None else (comm.number - 4, age, ALL_REDUCE)
                 if not self.watchdogs[rank]._stopped.is_set():
                     self.watchdogs[rank]._tick(comm)
             self.clock.now += 0.1
@@ -473,10 +478,10 @@ def test_256_ranks_that_time_out_are_asked_about_once(monkeypatch: pytest.Monkey
 # ---- notes that are damaged ----------------------------------------------------------------------
 
 REAL_NOTES: dict[str, Any] = {
-    "failure": ["PeerLostError", "rank 0 (pid 7) died", [0]],
+    "failure": ["PeerLostError", "rank 0 (pid 7) died", [0], ""],
     "abandoned/0": [3, "rank 0 abandoned what was under way"],
     "closed/0": [0, 0, 4],
-    "position/0/0": [5, "all_reduce of 10", ""],
+    "position/0/0": [5, ALL_REDUCE, ""],
 }
 
 

@@ -226,7 +226,7 @@ def _set_off(place: Place, fault: Fault, comm: Any) -> None:
 def _stop(place: Place, fault: Fault, comm: Any) -> None:
     """Another rank stops the victim, which goes on later. No training ends meanwhile."""
     if place.rank == (fault.victim + 1) % fault.n_ranks:
-        victim = comm.pids[fault.victim]
+        victim = comm.processes[fault.victim].pid
         os.kill(victim, signal.SIGSTOP)
         threading.Timer(fault.pause_s, os.kill, (victim, signal.SIGCONT)).start()
 

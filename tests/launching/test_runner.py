@@ -207,7 +207,7 @@ finally:
     while first in ("0", "1") and rank != first and not has_failed(first):
         time.sleep(0.01)
     if rank == "1" and first == "0":
-        if select.select([os.pidfd_open(comm.pids[0])], [], [], 1)[0]:
+        if select.select([os.pidfd_open(comm.processes[0].pid)], [], [], 1)[0]:
             time.sleep(100)  # rank 0 has not waited: the launcher ends this rank
 """
 

@@ -16,6 +16,7 @@ import torch
 from hypothesis import given, settings
 
 import fastcomm
+from fastcomm.comm.who import processes_of
 from fastcomm.postmortem import diagnosis, dump, dump_files
 from fastcomm.postmortem.flight_recorder import N_KEPT, FlightRecorder
 from tests.support.bodies import Place, communicator, note, noted, wait_for_note
@@ -281,7 +282,7 @@ def test_a_file_that_is_no_dump_is_named(text, tmp_path):
 
 
 def _recorder() -> FlightRecorder:
-    return FlightRecorder("shm", 0, (1, 2))
+    return FlightRecorder("shm", 0, processes_of((1, 2)))
 
 
 def test_the_newest_are_kept_in_order():
@@ -320,7 +321,7 @@ def test_what_an_earlier_job_has_left_is_not_read(tmp_path):
 
 def _dump() -> dict[str, object]:
     """As a rank writes one that waits for another."""
-    recorder = FlightRecorder("shm", 0, (1, 2))
+    recorder = FlightRecorder("shm", 0, processes_of((1, 2)))
     recorder.names[65537] = "weight ... bias"
     recorder.note("barrier", None, 0, 1).end()
     recorder.note("all_reduce", torch.float32, 5, 2, "sum", -1, 65537)

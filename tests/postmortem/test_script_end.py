@@ -73,7 +73,7 @@ def _end_with_a_communicator(place, folder, how):
     tensor = torch.ones(50_000)
     reduce = functools.partial(comm.all_reduce, tensor)
     reduce()
-    while how == "pending" and place.rank == 1 and not process_has_ended(comm.pids[0]):
+    while how == "pending" and place.rank == 1 and not process_has_ended(comm.processes[0].pid):
         time.sleep(0.01)
     send = functools.partial(comm.send, tensor, 1 - place.rank, async_op=True)  # nobody receives
     _end_the_script(reduce, send, folder / str(place.rank), how)

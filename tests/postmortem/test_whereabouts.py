@@ -13,6 +13,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from fastcomm.comm.who import Process
 from fastcomm.postmortem import whereabouts
 
 SLEEPER = """
@@ -76,7 +77,7 @@ def test_of_a_process_that_is_gone_nothing_is_said(sleeper: subprocess.Popen[str
     sleeper.kill()
     sleeper.wait()
     assert whereabouts.ask(sleeper.pid) == ""
-    assert whereabouts.whereabouts_of([1], [os.getpid(), sleeper.pid]) == ""
+    assert whereabouts.whereabouts_of([Process(1, sleeper.pid)]) == ""
 
 
 @pytest.mark.usefixtures("patient")

@@ -17,13 +17,11 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from fastcomm.comm import words
 from fastcomm.comm.collective import (
     BUCKET_OPS,
     SKIP,
     as_pairs,
-    count_of,
-    record_in_words,
-    with_needed_records,
 )
 from fastcomm.comm.communicator import Work
 from fastcomm.comm.objects import on_host
@@ -261,13 +259,11 @@ class SparseBucket(Bucket):
                 raise FastcommError(f"rank {rank} has sent what cannot be: {error}") from error
         ops = {offer.op for offer in offers} - {SKIP}  # which goes with any
         if len(ops) > 1 or len({offer.step for offer in offers}) > 1:
-            words = with_needed_records(
-                [f"{o.op} after {count_of(o.step)} steps{record_in_words(o.step)}" for o in offers]
-            )
-            raise MismatchError(
-                "the ranks reduce sparse gradients differently: "
-                + "; ".join(f"rank {rank}: {one}" for rank, one in enumerate(words))
-            )
+            calls = [words.Called("", one.op, label=1, step=one.step) for one in offers]
+            what = words.in_words(dict(enumerate(calls)))
+            mismatch = MismatchError(f"the ranks reduce sparse gradients differently: {what}")
+            mismatch.differs = words.difference(calls)
+            raise mismatch
         return offers
 
     def _wire(self, i: int) -> tuple[int, torch.dtype]:

@@ -27,8 +27,8 @@ from fastcomm.comm.collective import (
     WEIGHTED_OPS,
     addends_of_mean,
     mean_of_addends,
-    sentence,
 )
+from fastcomm.comm.words import Called, called
 from fastcomm.errors import FastcommError
 
 if TYPE_CHECKING:
@@ -125,10 +125,11 @@ class Call:
         is_bucket = self.kind == "all_reduce" and self.label != 0
         return is_bucket and self.op in ("mean", SKIP, *WEIGHTED_OPS.values())
 
-    def __str__(self) -> str:
+    def called(self) -> Called:
+        """The same for messages."""
         if self.kind in ("barrier", "abandon", SHADOW):
-            return self.kind
-        return sentence(
+            return Called(self.kind, self.kind)
+        return called(
             self.kind,
             self.numel,
             self.dtype,

@@ -49,6 +49,7 @@ from fastcomm.comm.collective import (
 from fastcomm.comm.parts import Parts, exchanged, rooted
 from fastcomm.comm.transport import Transport, Weight
 from fastcomm.comm.watchdog import Notes
+from fastcomm.comm.who import processes_of
 from fastcomm.errors import FastcommError
 from fastcomm.transports.group.call import SENT_DTYPES, WITHOUT_DATA, Call, as_bytes
 from fastcomm.transports.group.exchange import Exchange
@@ -102,11 +103,11 @@ class GroupCommunicator(Transport):
         self.device = torch.device("cpu")
         self.timeout = timeout
         self.abandonment = None
-        self.pids = tuple(bootstrap.exchange(os.getpid(), messages.PID))
+        self.processes = processes_of(bootstrap.exchange(os.getpid(), messages.PID))
         exchange.connect(bootstrap.store("gloo"), bootstrap.timeout, bootstrap.look)
         self._notes, self._exchange = bootstrap, exchange
         self._queue = WorkQueue(
-            self.backend, rank, self.pids, exchange, bootstrap, timeout, neighbours
+            self.backend, rank, self.processes, exchange, bootstrap, timeout, neighbours
         )
         self._queue.communicator = weakref.ref(self)
 

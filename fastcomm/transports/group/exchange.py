@@ -17,7 +17,6 @@ import ctypes
 import functools
 import itertools
 import os
-import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -31,7 +30,9 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from fastcomm.comm.collective import BLOCK_DTYPES, as_pairs
 from fastcomm.comm.deadline import Deadline, running_s
+from fastcomm.comm.words import waited
 from fastcomm.errors import InitError
+from fastcomm.postmortem.script_end import start_thread
 from fastcomm.transports.group.call import Call, GatheredCalls, as_bytes, reduce_rows, with_one_nan
 from fastcomm.transports.group.shards import (
     CHUNK_NBYTES,
@@ -99,14 +100,13 @@ class Exchange:
                 trouble.append(error)
 
         # On another thread: Gloo waits for ever for a rank that is lost here.
-        making = threading.Thread(target=make, name="fastcomm connecting", daemon=True)
-        making.start()
+        making = start_thread("fastcomm connecting", make)
         deadline = Deadline(patience.total_seconds())
         making.join(_LOOK_S)
         while making.is_alive():
             look()
             if deadline.is_over():
-                trouble.append(RuntimeError(f"waited {patience.total_seconds():g} s"))
+                trouble.append(RuntimeError(waited(patience.total_seconds())))
                 break
             making.join(_LOOK_S)
         if trouble:

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fastcomm.comm.abandonment import tell_of_abandonment, told
-from fastcomm.comm.collective import SKIP, abandonment, mismatch, own_abandonment
+from fastcomm.comm.collective import SKIP
 from fastcomm.comm.deadline import running_s
 from fastcomm.comm.lifetime import Lifetime, again
 from fastcomm.comm.times import EXPLAIN_S, INTERRUPTED_S, NAMED_S, SURE_S, TOLD_S, WAITED_S
@@ -35,6 +35,8 @@ from fastcomm.comm.watchdog import (
     leave_last_words,
     leave_note,
 )
+from fastcomm.comm.who import Process, in_words
+from fastcomm.comm.words import Called, abandonment, mismatch, own_abandonment, waited, waits
 from fastcomm.errors import (
     CLOSED,
     AbandonedError,
@@ -102,20 +104,20 @@ class WorkQueue:
         self,
         backend: str,
         rank: int,
-        pids: tuple[int, ...],
+        processes: tuple[Process, ...],
         exchange: Exchange,
         notes: Notes,
         timeout: timedelta,
         neighbours: Sequence[int],
     ) -> None:
-        self.rank, self.world_size, self.pids = rank, len(pids), pids
+        self.rank, self.world_size, self.processes = rank, len(processes), processes
         self.n_abandoned = 0
         self.number = 0  # of the newest collective that the thread has begun
         self.n_timekeepers = 0  # how many ask for the times of works
         # By label, for shadow(): the other ranks' call says which of them is reduced.
         self.buckets: weakref.WeakValueDictionary[int, GroupBucket] = weakref.WeakValueDictionary()
         self.life = Lifetime()
-        self.flight = FlightRecorder(backend, rank, pids)
+        self.flight = FlightRecorder(backend, rank, processes)
         self._exchange, self._notes = exchange, notes
         self._timeout_s = timeout.total_seconds()
         # Guards what follows. Hold it to resolve a work, so that a resolved one never starts.
@@ -330,10 +332,7 @@ class WorkQueue:
         oldest = self._oldest_unfinished()
         if oldest is not None and oldest[1] > self._timeout_s + NAMED_S:
             number, _, what = oldest
-            message = (
-                f"waited {self._timeout_s:g} s; rank {self.rank} waits for collective number "
-                f"{number}, {what}"
-            )
+            message = f"{waited(self._timeout_s)}; {waits(self.rank, number, what)}"
             store = (
                 "the store the ranks met at does not answer either: can this host reach rank 0's?"
             )
@@ -414,9 +413,9 @@ class WorkQueue:
             return
         try:
             wanted = self._wanted(gathered.calls)
-        except MismatchError as mismatch:
+        except MismatchError as error:
             self._exchange.drain(gathered)
-            self._conclude([work], mismatch)
+            self._conclude([work], error)
             return
         began_ns = time.monotonic_ns()
         fused = behind[: gathered.n_fused]
@@ -500,7 +499,7 @@ class WorkQueue:
         has_shadows = len(wanted) < len(calls)
         is_alike = all(call == wanted[0] for call in wanted)
         if not is_alike or (has_shadows and not wanted[0].admits_shadows):
-            raise MismatchError(mismatch(self.number, calls))
+            raise mismatch(self.number, {r: call.called() for r, call in enumerate(calls)})
         return wanted[0]
 
     def _take_calls(self) -> GatheredCalls:
@@ -540,11 +539,11 @@ class WorkQueue:
 
     # -- what the watchdog sees; see fastcomm.comm.watchdog.Watched --------------------------------
 
-    def _oldest_unfinished(self) -> tuple[int, float, str] | None:
+    def _oldest_unfinished(self) -> tuple[int, float, Called] | None:
         with self._lock:
             work = self._current
             age_s = running_s() - max(self._since, self._exchange.moved_at)
-            return None if work is None else (self._current_number, age_s, str(work.call))
+            return None if work is None else (self._current_number, age_s, work.call.called())
 
     def _asynchronous_error(self) -> FastcommError | None:
         """A broken connection does not tell who broke it. Ranks that have not answered a while
@@ -574,8 +573,7 @@ class WorkQueue:
         if not silent:  # one may have closed before the others had read what it sent
             gone, how = self.watchdog.closed(self), CLOSED
         if gone:
-            names = ", ".join(f"rank {rank} (pid {self.pids[rank]})" for rank in gone)
-            what = f"{names} {how}"
+            what = f"{in_words(self.processes[rank] for rank in gone)} {how}"
         return PeerLostError(
             f"{what}; rank {self.rank} was at collective number {self.number}: {trouble}", silent
         )
@@ -636,7 +634,7 @@ class _Watchdog(Watchdog):
     does not end the communicator.
     """
 
-    def _compare(self, comm: Any, number: int, what: str) -> None:
+    def _compare(self, comm: Any, number: int, what: Called) -> None:
         pass
 
 

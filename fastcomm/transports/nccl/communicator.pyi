@@ -8,6 +8,7 @@ from torch import Tensor
 from fastcomm.comm.collective import Op
 from fastcomm.comm.communicator import Work
 from fastcomm.comm.transport import Transport
+from fastcomm.comm.who import Process
 from fastcomm.errors import FastcommError
 from fastcomm.transports.cuda.clock import Mark
 from fastcomm.transports.nccl.bucket import NcclBucket
@@ -18,7 +19,7 @@ class NcclWork(Work):
 
 class NcclCommunicator(Transport):
     timeout: timedelta
-    pids: tuple[int, ...]
+    processes: tuple[Process, ...]
     def __init__(
         self,
         rank: int,

@@ -133,7 +133,7 @@ cdef class NcclCommunicator:
     cdef public object abandonment, membership  # see Transport
     cdef public bint reduces_buckets_only
     cdef readonly object device, timeout
-    cdef readonly tuple pids
+    cdef readonly tuple processes
     cdef readonly Device cuda
     cdef object __weakref__
     cdef Link link
@@ -162,7 +162,7 @@ cdef class NcclCommunicator:
             rank, world_size, bootstrap, timeout.total_seconds(), device, neighbours
         )
         self.link.communicator = weakref.ref(self)
-        self.pids, self.cuda = self.link.pids, self.link.cuda
+        self.processes, self.cuda = self.link.processes, self.link.cuda
 
     def close(self, double timeout=30):
         """Ends the use of this communicator on this rank, when what was launched is done, or after

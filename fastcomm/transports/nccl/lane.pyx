@@ -11,9 +11,9 @@ more than the whole launch of a bucket.)
 import threading
 import time
 
-from fastcomm.comm.collective import sentence
 from fastcomm.comm.deadline import Deadline
 from fastcomm.comm.times import SLICE_S
+from fastcomm.comm.words import Called, called
 from fastcomm.errors import InitError, TimeoutError
 
 cimport cython
@@ -48,8 +48,8 @@ cdef class InFlight:
 
     def describe(self):
         if self.kind == MEETING:
-            return KIND_NAMES[MEETING]
-        return sentence(
+            return Called(KIND_NAMES[MEETING], KIND_NAMES[MEETING])
+        return called(
             KIND_NAMES[self.kind], self.numel, self.dtype, op=self.op,
             root=self.root, label=self.label, step=self.step,
         )

@@ -11,7 +11,7 @@ from fastcomm.transports.nccl.memory cimport Pool
 
 cdef class Link:
     cdef readonly int rank, world_size
-    cdef readonly tuple pids
+    cdef readonly tuple processes
     cdef readonly int epoch
     cdef Lifetime life
     cdef object __weakref__

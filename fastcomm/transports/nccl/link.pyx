@@ -9,8 +9,9 @@ import sys
 import threading
 import weakref
 
-from fastcomm.comm import collective, messages
+from fastcomm.comm import messages, words
 from fastcomm.comm.deadline import Deadline, running_s
+from fastcomm.comm.who import processes_of
 from fastcomm.errors import (
     AbandonedError, FastcommError, NcclError, PeerLostError, has_aborted, has_closed,
     has_ended,
@@ -68,9 +69,9 @@ cdef class Link:
         facts = bootstrap.exchange(facts_of_this_rank(device), FACTS)
         refuse_different_versions(facts)
         refuse_shared_cards(facts)
-        self.pids = tuple(theirs["pid"] for theirs in facts)
+        self.processes = processes_of(theirs["pid"] for theirs in facts)
         self.launches = Launches(
-            self.cuda, self.lanes, FlightRecorder("nccl", rank, self.pids)
+            self.cuda, self.lanes, FlightRecorder("nccl", rank, self.processes)
         )
         self.pool = pool_of(self.cuda)
         try:
@@ -247,7 +248,7 @@ cdef class Link:
         self.n_kept = n_kept
         self.is_split_up = True  # first, or the watchdog takes the note for another rank's
         why = (
-            f"{collective.abandonment([self.rank])}. If the optimizer has made it already, the "
+            f"{words.abandonment([self.rank])}. If the optimizer has made it already, the "
             "parameters differ between the ranks: restore them, or call refresh() on every rank"
         )
         with contextlib.suppress(RuntimeError):  # as in leave_abort()
@@ -431,7 +432,7 @@ cdef class Link:
         if self.interruption is not None:
             raise self._take_interruption()
         if self.launches.calling() is not None or self.is_waited_for:
-            raise FastcommError(collective.OTHER_THREAD)
+            raise FastcommError(words.OTHER_THREAD)
         if self.is_split_up:
             self._meet_again()
         return 0

@@ -7,13 +7,14 @@ from torch import Tensor
 
 from fastcomm.comm.collective import Op
 from fastcomm.comm.transport import Transport
+from fastcomm.comm.who import Process
 from fastcomm.errors import FastcommError
 from fastcomm.transports.shm.bucket import ShmBucket
 from fastcomm.transports.shm.ring import ShmWork
 
 class ShmCommunicator(Transport):
     timeout: timedelta
-    pids: tuple[int, ...]
+    processes: tuple[Process, ...]
     def __init__(
         self, rank: int, world_size: int, local_rank: int, bootstrap: Any, timeout: timedelta
     ) -> None: ...

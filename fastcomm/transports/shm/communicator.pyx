@@ -43,7 +43,7 @@ cdef class ShmCommunicator:
     cdef readonly int rank, world_size, local_rank
     cdef public object abandonment, membership  # see Transport
     cdef readonly object device, timeout
-    cdef readonly tuple pids
+    cdef readonly tuple processes
     cdef object __weakref__
     cdef Ring ring
     cdef list lent  # blocks that all ranks use, and weak references to this rank's use of them
@@ -68,7 +68,7 @@ cdef class ShmCommunicator:
         self.device, self.timeout = torch.device("cpu"), timeout
         self.ring, self.lent = Ring(rank, world_size, bootstrap, timeout), []
         self.ring.communicator = weakref.ref(self)
-        self.pids = self.ring.segments.pids
+        self.processes = self.ring.segments.processes
 
     def close(self):
         """Ends the use of this communicator on this rank; peers that still wait for it get

@@ -1,7 +1,8 @@
 # cython: language_level=3
 """Descriptors: what a rank posts to the ring, as the C core's numbers and in words."""
 
-from fastcomm.comm.collective import BUCKET_OPS, CPU_DTYPES, OPS, SHADOW, canonical_op, sentence
+from fastcomm.comm.collective import BUCKET_OPS, CPU_DTYPES, OPS, SHADOW, canonical_op
+from fastcomm.comm.words import Called, called
 
 # Their order is that of the core's enums. tests/comm/test_collective.py checks that of ops.
 cdef dict BUCKET_OP_CODES = {op: code for code, op in enumerate(BUCKET_OPS)}
@@ -21,11 +22,12 @@ cdef shm_descriptor descriptor(int kind, int op) noexcept:
     return d
 
 
-cdef str in_words(shm_descriptor d):
+cdef object called_by(shm_descriptor d):
+    name = KIND_NAMES[d.kind]
     if d.kind in (SHM_BARRIER, SHM_ABANDON, SHM_SHADOW):
-        return KIND_NAMES[d.kind]
-    return sentence(
-        KIND_NAMES[d.kind], d.numel, DTYPES[d.dtype],
+        return Called(name, name)
+    return called(
+        name, d.numel, DTYPES[d.dtype],
         op=OP_NAMES[d.op] if _reduces(&d) else None, root=d.root, label=d.label, step=d.step,
     )
 

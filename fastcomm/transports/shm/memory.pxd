@@ -28,7 +28,7 @@ cdef class Loan:
 
 cdef class Segments:
     cdef int world_size
-    cdef readonly tuple pids
+    cdef readonly tuple processes  # by rank, each a who.Process
     cdef bint is_crowded  # there are more ranks than cores for them
     cdef size_t n_reserved
     cdef list segments

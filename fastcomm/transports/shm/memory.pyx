@@ -10,6 +10,7 @@ import os
 import weakref
 
 from fastcomm.comm import messages
+from fastcomm.comm.who import processes_of
 from fastcomm.errors import FastcommError, InitError
 
 from posix.fcntl cimport F_DUPFD_CLOEXEC, fcntl
@@ -197,7 +198,7 @@ cdef class Segments:
             cores = sorted(os.sched_getaffinity(0))
             mine = {"pid": os.getpid(), "fd": fd, "nbytes": nbytes, "cores": cores}
             ranks = bootstrap.exchange(mine, FORM)
-            self.pids = tuple(theirs["pid"] for theirs in ranks)
+            self.processes = processes_of(theirs["pid"] for theirs in ranks)
             try:
                 for r, theirs in enumerate(ranks):
                     self._map_memory(r, theirs, r == rank)

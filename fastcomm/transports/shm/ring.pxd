@@ -84,14 +84,15 @@ cdef class Ring:
     cdef _resolve_behind(self, ShmWork ended)
     cdef int _between_slices(self, Patience *patience) except -1
     cdef int _defer(self, raised) except -1
-    cdef object _uncut(self, function, first, second)
+    cdef str _who(self, int rank)
+    cdef str _where(self, list ranks)
     cdef int _look_at_signals(self) except -1
     cdef _give_up(self, failure)
     cdef object _lost(self)
     cdef str _timeout_message(self)
-    cdef str _mismatch(self, uint32_t seq)
+    cdef object _mismatch(self, uint32_t seq)
     cdef str _abandonment(self, uint32_t seq)
     cdef str _history(self, int rank)
     cdef str _position(self)
     cdef str _name(self, int rank, uint32_t seq)
-    cdef str _in_words(self, int rank, uint32_t seq)
+    cdef object _called(self, int rank, uint32_t seq)

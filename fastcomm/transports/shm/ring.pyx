@@ -10,11 +10,11 @@ import sys
 
 import torch
 
-from fastcomm.comm import collective
+from fastcomm.comm import collective, words
 from fastcomm.comm.collective import CPU_DTYPES, used_values
 from fastcomm.comm.deadline import running_s
 from fastcomm.errors import (
-    ABORTED, CLOSED, DROPPED, ENDED, KILLED, RAISED, AbandonedError, FastcommError, MismatchError,
+    ABORTED, CLOSED, DROPPED, ENDED, KILLED, RAISED, AbandonedError, FastcommError,
     PeerLostError, TimeoutError, has_aborted, has_ended,
 )
 from fastcomm.comm.communicator import Work
@@ -29,7 +29,7 @@ from libc.stdint cimport int32_t, int64_t
 from libc.stdlib cimport free, malloc
 
 from fastcomm.comm.gradient_slot cimport DLTensor, is_described, is_without_memory
-from fastcomm.transports.shm.descriptor cimport descriptor, in_words, noted
+from fastcomm.transports.shm.descriptor cimport called_by, descriptor, noted
 from fastcomm.transports.shm.memory cimport Segments
 
 
@@ -154,7 +154,7 @@ cdef class Ring:
         self.segments, self.rank, self.world_size = segments, rank, world_size
         self.timeout_s = timeout.total_seconds()
         self.life, self.works = Lifetime(), [None] * SHM_RING
-        self.flight = FlightRecorder("shm", rank, segments.pids)
+        self.flight = FlightRecorder("shm", rank, segments.processes)
         self.arena = segments.of(rank)
         self.handle = shm_open_comm(
             rank, world_size, segments.bases, segments.nbytes, segments.pidfds,
@@ -267,7 +267,7 @@ cdef class Ring:
                 self._raise_deferred(refusal)
             raise refusal
         if self.busy:
-            raise FastcommError(collective.OTHER_THREAD)
+            raise FastcommError(words.OTHER_THREAD)
         return 0
 
     cdef object call(
@@ -460,7 +460,7 @@ cdef class Ring:
     def _failure_of(self, uint32_t seq, int status):
         """Returns the error that ends a collective."""
         if status == SHM_MISMATCH:
-            return MismatchError(self._mismatch(seq))
+            return self._mismatch(seq)
         return self._first_failure(seq)
 
     cdef object _first_failure(self, uint32_t seq):
@@ -470,7 +470,7 @@ cdef class Ring:
         cdef ShmWork work
         for work in sorted((work for work in self.works if work is not None), key=_seq_of):
             if shm_wait(self.handle, work.seq, 0) == SHM_MISMATCH:
-                return MismatchError(self._mismatch(work.seq))
+                return self._mismatch(work.seq)
         return AbandonedError(self._abandonment(seq))
 
     cdef _resolve_behind(self, ShmWork ended):
@@ -511,14 +511,6 @@ cdef class Ring:
         self.deferred, self.deferred_since = raised, running_s()
         return 0
 
-    cdef object _uncut(self, function, first, second):
-        """Returns function(first, second), though a signal handler may raise in its Python."""
-        try:
-            return function(first, second)
-        except BaseException as raised:
-            self._defer(raised)
-            return function(first, second)
-
     cdef int _look_at_signals(self) except -1:
         """Runs the handlers of signals. Says so where one has raised and the peers take long."""
         try:
@@ -548,11 +540,11 @@ cdef class Ring:
         what, dead = GONE.get(state, KILLED), state in (SHM_ALIVE, SHM_ENDED, SHM_RAISED)
         where = ""
         if state == SHM_ABORTED and blamed >= 0:
-            what = f"gave up on rank {blamed} (pid {self.segments.pids[blamed]})"
+            what = f"gave up on {self._who(blamed)}"
             if blamed != self.rank:
-                where = self._uncut(whereabouts_of, [blamed], self.segments.pids)
+                where = self._where([blamed])
         return PeerLostError(
-            f"rank {rank} (pid {self.segments.pids[rank]}) {what}; {self._history(rank)}; "
+            f"{self._who(rank)} {what}; {self._history(rank)}; "
             f"{self._position()}{where}",
             (rank,) if dead else (),
         )
@@ -561,19 +553,27 @@ cdef class Ring:
         cdef uint32_t here = shm_posted(self.handle, self.rank)
         late = [r for r in range(self.world_size) if shm_posted(self.handle, r) < here]
         late = late or [shm_stalled_on(self.handle)]
-        names = "; ".join(
-            f"rank {r} (pid {self.segments.pids[r]}): {self._history(r)}" for r in late
-        )
-        where = self._uncut(whereabouts_of, late, self.segments.pids)
-        return f"waited {self.timeout_s:g} s; {self._position()}; missing: {names}{where}"
+        names = "; ".join(f"{self._who(r)}: {self._history(r)}" for r in late)
+        waited = words.waited(self.timeout_s)
+        return f"{waited}; {self._position()}; missing: {names}{self._where(late)}"
 
-    cdef str _mismatch(self, uint32_t seq):
-        return collective.mismatch(seq, [
-            self._in_words(r, seq) for r in range(self.world_size)
-        ])
+    cdef str _who(self, int rank):
+        return self.segments.processes[rank].in_words()
+
+    cdef str _where(self, list ranks):
+        """Where these ranks stand, though a signal handler may raise meanwhile."""
+        late = [self.segments.processes[rank] for rank in ranks]
+        try:
+            return whereabouts_of(late)
+        except BaseException as raised:
+            self._defer(raised)
+            return whereabouts_of(late)
+
+    cdef object _mismatch(self, uint32_t seq):
+        return words.mismatch(seq, {r: self._called(r, seq) for r in range(self.world_size)})
 
     cdef str _abandonment(self, uint32_t seq):
-        return collective.abandonment([
+        return words.abandonment([
             r for r in range(self.world_size)
             if shm_descriptor_of(self.handle, r, seq).kind == SHM_ABANDON
         ])
@@ -590,11 +590,13 @@ cdef class Ring:
 
     cdef str _name(self, int rank, uint32_t seq):
         """Names a collective, where nobody compares records."""
-        return collective.without_record(self._in_words(rank, seq))
+        return self._called(rank, seq).without_record()
 
-    cdef str _in_words(self, int rank, uint32_t seq):
+    cdef object _called(self, int rank, uint32_t seq):
         cdef shm_descriptor d = shm_descriptor_of(self.handle, rank, seq)
-        return in_words(d) if shm_is_possible(self.handle, rank, &d) else "what is no collective"
+        if not shm_is_possible(self.handle, rank, &d):
+            return words.Called("", "what is no collective")
+        return called_by(d)
 
 
 cdef bint _takes(const DLTensor *found, shm_descriptor *d) noexcept:
