@@ -42,7 +42,6 @@ BENCHMARKS = {
     "syncs": "ranks that sync seldom: bytes, time and loss; network namespaces: needs root",
     "compiled": "compiled models: when buckets are launched, and what cutting graphs costs",
     "flatten": "many tensors into one buffer and back, on a GPU, against torch and CuPy",
-    "host_cost": "what launching on a GPU costs the host, over stand-ins, beside DDP over Gloo",
     "elastic": "steps that a training keeps while ranks are killed; beside torchft, if installed",
     "overhead": "where the overhead of a step goes, part by part, over shared memory",
     "timeline": "what Reducer.timeline() costs while it is on, and while it is off",

@@ -416,26 +416,6 @@ def _elastic(figure: Any, results: Mapping[str, Any]) -> None:
     axes.set_xlabel("% of the steps of a run that loses no rank")
 
 
-def _host_cost(figure: Any, results: Mapping[str, Any]) -> None:
-    """bench/host_cost.py: what was predicted beside what was measured, with its quartiles."""
-    rows = results["rows"][::-1]
-    middles = [row["quartiles"][1] for row in rows]
-    whiskers = [
-        [row["quartiles"][1] - row["quartiles"][0] for row in rows],
-        [row["quartiles"][2] - row["quartiles"][1] for row in rows],
-    ]
-    figure.suptitle("What communication on a GPU costs the host, over stand-ins, in microseconds")
-    axes = figure.subplots()
-    color = axes.xaxis.label.get_color()
-    look = {"color": "tab:blue", "error_kw": {"ecolor": color}}
-    axes.barh(range(len(rows)), middles, xerr=whiskers, label="measured", **look)
-    predicted = [row["predicted"] for row in rows]
-    axes.plot(predicted, range(len(rows)), "|", color=color, label="predicted")
-    axes.set_yticks(range(len(rows)), [f"{row['what']}, per {row['per']}" for row in rows])
-    axes.set_xscale("log")
-    axes.legend()
-
-
 _PICTURES = {
     "allreduce": _all_reduce,
     "parts": _parts,
@@ -444,7 +424,6 @@ _PICTURES = {
     "hierarchical": _hierarchical,
     "syncs": _syncs,
     "flatten": _flatten,
-    "host_cost": _host_cost,
     "paper": paper_chart.draw,
     "timeline": _timeline,
     "compiled": _compiled,

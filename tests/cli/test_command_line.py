@@ -23,7 +23,7 @@ BENCH = ROOT / "bench"
 # of benchmarks; gpu-summary.json tells how a run of ci/gpu.sh went
 RESULTS = sorted(set(BENCH.glob("results/*.json")) - {BENCH / "results" / "gpu-summary.json"})
 BENCHMARKS = (
-    *("all", "allreduce", "step", "backend", "hierarchical", "flatten", "host_cost", "paper"),
+    *("all", "allreduce", "step", "backend", "hierarchical", "flatten", "paper"),
     *("syncs", "compiled", "elastic", "parts"),
     *("timeline", "overhead"),
 )

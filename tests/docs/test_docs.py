@@ -101,12 +101,6 @@ def test_the_page_on_gpus_says_what_has_run_on_one(monkeypatch) -> None:
     assert gpu_report.page(ROOT / "bench" / "results") in current, gpu_report.__doc__
 
 
-def test_the_picture_of_the_comparison_shows_the_committed_results(monkeypatch) -> None:
-    monkeypatch.syspath_prepend(ROOT / "bench")
-    added = importlib.import_module("added")
-    assert (ROOT / "docs" / "added.svg").read_text() == added.picture() + "\n", added.__doc__
-
-
 def test_every_public_name_is_on_the_api_page() -> None:
     page = (ROOT / "docs" / "api.md").read_text()
     assert sorted(re.findall(r"^::: fastcomm\.(\w+)$", page, re.MULTILINE)) == sorted(

@@ -169,9 +169,6 @@ EXPORT CUresult cuLaunchKernel(CUfunction function, unsigned grid_x, unsigned gr
                                unsigned grid_z, unsigned block_x, unsigned block_y,
                                unsigned block_z, unsigned shared_nbytes, CUstream stream,
                                void **parameters, void **extra) {
-    if (returns_at_once()) {
-        return CUDA_SUCCESS;
-    }
     if (function == NULL) {
         return CUDA_ERROR_INVALID_HANDLE;
     }
@@ -191,9 +188,7 @@ EXPORT CUresult cuLaunchKernel(CUfunction function, unsigned grid_x, unsigned gr
     size_t number;
     result = put_work_into(stream, &number);
     if (result == CUDA_SUCCESS) {
-        if (order_is_checked()) {
-            order_kernel(number, function->name, grid_x, parameters);
-        }
+        order_kernel(number, function->name, grid_x, parameters);
         function->run(grid_x, block_x, parameters);
     }
     return wait_for_room("cuLaunchKernel", result);

@@ -56,10 +56,6 @@ EXPORT void *stand_in_block(size_t stream, size_t nbytes);
  * that the stream has when it is freed. False if no block is there. */
 EXPORT int stand_in_record_stream(const void *address, size_t stream);
 
-/* Off: what is used is not looked at, for those who measure the host's time. On by default. */
-EXPORT void stand_in_check_order(int on);
-bool order_is_checked(void);
-
 /* ---- for the stand-in for NCCL, which finds them by name ---- */
 
 /* The stream does a piece of work that touches these bytes. */

@@ -376,9 +376,6 @@ static CUresult record(struct event *event, CUstream handle) {
 }
 
 EXPORT CUresult cuEventRecord(CUevent handle, CUstream stream) {
-    if (returns_at_once()) {
-        return CUDA_SUCCESS;
-    }
     int fault = stand_in_called("cuEventRecord event=%zu stream=0x%zx", number_of(handle),
                                 number_of(stream));
     CUresult result = ready(CONTEXT, fault);
@@ -419,9 +416,6 @@ static CUresult wait_for_event(struct stream *stream, const struct event *event)
 
 EXPORT CUresult cuStreamWaitEvent(CUstream stream, CUevent event, unsigned flags) {
     (void)flags; /* 0: the other one only matters to graphs */
-    if (returns_at_once()) {
-        return CUDA_SUCCESS;
-    }
     int fault = stand_in_called("cuStreamWaitEvent stream=0x%zx event=%zu", number_of(stream),
                                 number_of(event));
     CUresult result = ready(CONTEXT, fault);

@@ -37,7 +37,6 @@ static size_t log_length;
 static struct fault faults[MAX_FAULTS];
 static bool has_faults; /* or has had some: most processes never do */
 static struct allocation *allocations;
-static _Atomic bool is_at_once;
 static char with_lock[LOCKED_BYTES]; /* names of functions, a line each */
 
 /* ---- the log ---- */
@@ -181,14 +180,6 @@ int stand_in_asked(const char *function) {
     int code = code_of(function);
     pthread_mutex_unlock(&mutex);
     return code;
-}
-
-void stand_in_return_at_once(int on) {
-    is_at_once = on != 0;
-}
-
-bool returns_at_once(void) {
-    return is_at_once;
 }
 
 void stand_in_faults_from(const char *variable) {

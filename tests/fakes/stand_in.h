@@ -22,10 +22,6 @@ EXPORT void stand_in_clear_log(void);
  * where the library has no such function. */
 EXPORT int stand_in_fail(const char *function, int code, int after);
 
-/* On: the calls by which a bucket is launched do nothing but succeed, and note nothing, for those
- * who measure what the caller itself takes. Off by default. */
-EXPORT void stand_in_return_at_once(int on);
-
 /* Copies, as stand_in_log does, the functions that were called by a thread that held the lock of
  * the interpreter, a line each: one that has to wait in the driver then keeps all other threads
  * out. */
@@ -49,8 +45,6 @@ int stand_in_called(const char *call, ...) __attribute__((format(printf, 1, 2)))
 int stand_in_asked(const char *function);
 
 bool stand_in_has(const char *function);
-
-bool returns_at_once(void);
 
 void *stand_in_allocate(size_t nbytes, size_t alignment, int device);
 /* The device of the allocation that this address lies in; -1 if in none. */

@@ -18,7 +18,7 @@ import subprocess
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -75,12 +75,6 @@ def stand_ins() -> StandIns:
     with ThreadPoolExecutor() as threads:
         paths = threads.map(lambda name: compiled(f"lib{name}.so", *compiling[name]), compiling)
         return StandIns(**dict(zip(compiling, paths, strict=True)))
-
-
-def without_kernels() -> StandIns:
-    """As stand_ins(), but the kernels do nothing: what is left is the host's own time."""
-    command: tuple[str | Path, ...] = (*_CXX, _SOURCES / "no_kernels.cpp")
-    return replace(stand_ins(), kernels=compiled("libno_kernels.so", *command))
 
 
 def host_kernels_compiler() -> tuple[str | Path, ...]:
@@ -212,21 +206,6 @@ def hanging(function: str) -> Iterator[None]:
         yield
     finally:
         loaded("nccl").stand_in_hang(None)
-
-
-@contextlib.contextmanager
-def null_calls() -> Iterator[None]:
-    """Lets the calls by which a bucket is launched do nothing but succeed: what is left is the time
-    of whoever makes them.
-    """
-    libraries = [loaded(name) for name in ("cuda", "nccl")]
-    for library in libraries:
-        library.stand_in_return_at_once(1)
-    try:
-        yield
-    finally:
-        for library in libraries:
-            library.stand_in_return_at_once(0)
 
 
 def assert_all_ended() -> None:
