@@ -73,7 +73,6 @@ bench: $(VENV)/.installed-bench
 	$(rebuild)
 	$(python) bench/allreduce.py
 	$(python) bench/step.py
-	$(python) bench/backend.py
 
 lint: $(VENV)/.installed-dev
 	$(VENV)/bin/ruff check $(python_sources)

@@ -1,4 +1,4 @@
-"""allreduce, step and backend, one after the other and sized so that all take about three minutes,
+"""allreduce and step, one after the other and sized so that all take about three minutes,
 and one page of their results.
 
     python -m fastcomm bench --report report.html
@@ -24,9 +24,11 @@ from lib.page import Results
 
 # What makes each short.
 SHORT = {
-    "allreduce": ("-e", "64M", "-f", "8"),
-    "step": ("--models", "mlp", "transformer", "conv", "--rounds", "6"),
-    "backend": ("--models", "mlp", "conv", "-e", "16M", "--rounds", "6"),
+    "allreduce": ("-e", "64M", "-f", "8", "--peers", "gloo,mpi,backend"),
+    "step": (
+        *("--models", "mlp", "transformer", "conv", "--rounds", "6"),
+        *("--ways", "local", "fastcomm", "backend", "ddp", "ddp_views"),
+    ),
 }
 GRACE = 30.0  # seconds that a benchmark has to end its ranks
 

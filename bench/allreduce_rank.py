@@ -20,8 +20,9 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from lib import cuda_clock, launch, turns
+from lib import cuda_clock, harness, launch
 from lib.allreduce_mpi import NAMES, world
+from lib.allreduce_options import GROUPS
 from torch import Tensor
 
 TIMEOUT = timedelta(seconds=60)
@@ -153,21 +154,26 @@ class Bound:
 
 
 class TorchDistributed:
-    """torch.distributed's Gloo or NCCL group. Gloo has no mean."""
+    """A group of torch.distributed's. Gloo has no mean."""
 
     def __init__(self, settings: Settings, backend: str) -> None:
         import torch.distributed as dist
 
         self.settings = settings
-        dist.init_process_group(
-            backend,
-            init_method=f"file://{launch.scratch()}/{backend}",
-            rank=settings.rank,
-            world_size=settings.world_size,
-            timeout=TIMEOUT,
-        )
-        self.barrier = dist.barrier
-        self.close = dist.destroy_process_group
+        self.close: Callable[[], object] = dist.destroy_process_group
+        if not dist.is_initialized():
+            dist.init_process_group(
+                backend,
+                init_method=f"file://{launch.scratch()}/{backend}",
+                rank=settings.rank,
+                world_size=settings.world_size,
+                timeout=TIMEOUT,
+            )
+            group = dist.group.WORLD
+        else:
+            group = dist.new_group(backend=backend, timeout=TIMEOUT)
+            self.close = lambda: None  # the first one ends all groups
+        self.barrier = functools.partial(dist.barrier, group=group)
         ops = {
             "sum": dist.ReduceOp.SUM,
             "mean": dist.ReduceOp.SUM,
@@ -175,7 +181,7 @@ class TorchDistributed:
             "min": dist.ReduceOp.MIN,
             "max": dist.ReduceOp.MAX,
         }
-        self._all_reduce = functools.partial(dist.all_reduce, op=ops[settings.op])
+        self._all_reduce = functools.partial(dist.all_reduce, op=ops[settings.op], group=group)
 
     def prepare(self, count: int) -> Prepared:
         inp, out = (
@@ -244,9 +250,9 @@ class Methods:
         gc.disable()
         barrier()
         nanoseconds = (
-            turns.time_calls(call, iterations)
+            harness.time_calls(call, iterations)
             if self.settings.unchanged
-            else turns.time_fresh_calls(call, rewrite, iterations)
+            else harness.time_fresh_calls(call, rewrite, iterations)
         )
         gc.enable()
         return nanoseconds
@@ -256,7 +262,7 @@ class Methods:
         own: Fastcomm = self.peers["fastcomm"]
         gc.disable()
         alone, together = (
-            statistics.median(turns.time_calls(comm.barrier, calls))
+            statistics.median(harness.time_calls(comm.barrier, calls))
             for comm in (own.alone(), own.comm)
         )
         gc.enable()
@@ -347,7 +353,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--dtype", required=True)
     parser.add_argument("--op", required=True)
     parser.add_argument("--tensors", default="ordinary")
-    parser.add_argument("--gloo", action="store_true")
+    parser.add_argument("--groups", nargs="*", default=[], help="of torch.distributed")
     parser.add_argument("--unchanged", action="store_true")
     return parser.parse_args()
 
@@ -379,9 +385,8 @@ def make_peers(options: argparse.Namespace, settings: Settings) -> dict[str, Any
     peers: dict[str, Any] = {
         "fastcomm": own,
         "bound": Bound(settings, own.barrier),
-        "before": own,  # of ranks that import another fastcomm
     }
-    return peers | ({"gloo": TorchDistributed(settings, "gloo")} if options.gloo else {})
+    return peers | {peer: TorchDistributed(settings, GROUPS[peer]) for peer in options.groups}
 
 
 def main() -> None:

@@ -6,7 +6,7 @@ costs: two ranks over shared memory, two hosts of one rank, or a rank for each G
     python -m fastcomm bench compiled --rate 1gbit --models transformer conv
     python -m fastcomm bench compiled --device cuda           BERT-base, over NCCL
 
-Six ways to make a step take turns, in another order in every round:
+Six ways to make a step take turns, in random order in every round:
 
     local           eager, without communication
     eager           with a Reducer
@@ -26,65 +26,42 @@ launched is the host's time.
 
 With --rate, hosts are network namespaces, for which the benchmark needs root's rights, joined by
 links of that rate; it runs from the source tree only then.
-
-Predicted before the first run: of GPT-2 small the head and the last block, a third of the backward,
-come before the first bucket is full, eager and in pieces alike; whole, nothing is launched before
-the backward is over. Cutting 12 times costs less than 2% of GPT-2's step, where matrix products are
-nearly all; the conv net has one bucket of 1.5 MB but for the first one of 1 MB, is cut once, and
-loses less than 1%. Over shared memory the ranks' cores do the communication, so overlap gains
-little: pieces add to their step what eager adds to its own, within 2% of the step. Gradients in
-pieces are as far from eager's as those of one graph.
-
-Predicted before the first run at 1 Gbit/s: the transformer, whose bytes take several times as long
-as its backward, hides half of its backward in pieces. On one GPU, where NCCL moves nothing: where
-the host is the limit, it has 0.1 to 0.2 ms more to do for each piece, 2 to 4 ms of BERT's step;
-where the GPU is, the step is 3% longer in pieces.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import copy
-import json
-import os
-import random
+import functools
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from lib import cuda_clock, launch, machine, report, turns
+from lib import cuda_clock, harness, launch, machine, report
 from lib.models import CASES, CUDA_CASES, WARM_UP_STEPS, Case
-from lib.places import enter, places_of
 from lib.tables import Column, Table
 from torch import Tensor
 
 import fastcomm
 
-sys.path.append(str(Path(__file__).resolve().parent.parent))
-try:
-    from tests.support import namespaces
-except ModuleNotFoundError:  # installed: ranks share this machine's memory
-    namespaces = None  # type: ignore[assignment]
-
-AS_RANK = "--as-rank"
 # Each way that communicates, by the same graphs without communication.
 LOCAL = {
     "eager": "local",
     "whole": "whole local",
     "pieces": "pieces local",
 }
-WAYS = (*dict.fromkeys(LOCAL.values()), *LOCAL)
 
 
 def main() -> int:
     options = parse_options()
-    why_not = options.rate and (namespaces.why_not() if namespaces else "run it in the source tree")
-    if why_not:
+    if harness.is_rank():
+        with harness.joined(options.device) as comm:
+            launch.serve(comm.rank, Methods(comm, options))
+        return 0
+    if options.rate and (why_not := harness.why_no_network()):
         print(f"bench/compiled.py: {why_not}", file=sys.stderr)
         return 2
     if options.device == "cuda" and (why_not := cuda_clock.why_not()):
@@ -92,7 +69,9 @@ def main() -> int:
         return 2
     launch.exit_on_sigterm()
     rows = []
-    with ranks_of(options) as ranks:
+    hosts = [1] * options.ranks if options.rate else ()
+    network = {"hosts": hosts, "rate": options.rate}
+    with harness.started(__file__, options.ranks, **network) as ranks:
         for name in options.models:
             rows += measure(ranks, name, options)
     print(f"\n{machine.summary()}")
@@ -139,45 +118,26 @@ def cases_of(device: str) -> Mapping[str, Case]:
     return CUDA_CASES if device == "cuda" else CASES
 
 
-@contextlib.contextmanager
-def ranks_of(options: argparse.Namespace) -> Iterator[launch.Ranks]:
-    n = options.ranks
-    with contextlib.ExitStack() as stack:
-        places: list[list[Any]] = []
-        if options.rate is not None:
-            hosts = stack.enter_context(namespaces.Hosts([1] * n, rate=options.rate))
-            places = places_of(hosts)
-        arguments = [AS_RANK, options.device, json.dumps(places)]
-        yield stack.enter_context(launch.Ranks(Path(__file__).resolve(), n, arguments=arguments))
-
-
 def measure(ranks: launch.Ranks, name: str, options: argparse.Namespace) -> list[dict[str, Any]]:
     """One model's rows."""
-    ranks.call("begin", model=name, backend=options.backend)
+    ranks.call("begin", model=name)
     found = ranks.call("look")[0]
-    ranks.call("warm_up")
-    rounds = []
-    order = random.Random(0)
-    for _ in report.tracked(range(options.rounds), cases_of(options.device)[name].description):
-        slowest = {}
-        for way in order.sample(WAYS, len(WAYS)):
-            slowest[way] = max(ranks.call("time_steps", way=way, n=options.steps))
-        rounds.append(slowest)
+    samples = harness.slowest(ranks.call("measure"))
     ranks.call("end")
-    return [row_of(name, way, rounds, found[way]) for way in LOCAL]
+    return [row_of(name, way, samples, found[way]) for way in LOCAL]
 
 
 class Methods:
     """What a rank does when the parent calls; all ranks are called together."""
 
-    def __init__(self, comm: fastcomm.Communicator) -> None:
-        self._comm, self._is_cuda = comm, comm.device.type == "cuda"
+    def __init__(self, comm: fastcomm.Communicator, options: argparse.Namespace) -> None:
+        self._comm, self._options = comm, options
 
-    def begin(self, model: str, backend: str) -> None:
+    def begin(self, model: str) -> None:
         """Makes the model, and compiles it in all ways."""
         torch._dynamo.reset()  # torch compiles so many models at most, and the rest stay eager
-        comm = self._comm
-        self._case = cases_of(comm.device.type)[model]
+        comm, backend = self._comm, self._options.backend
+        self._case = cases_of(self._options.device)[model]
         alone, batch = self._case.make(comm.rank)
         alone, self._batch = alone.to(comm.device), batch.to(comm.device)
         attached = copy.deepcopy(alone)
@@ -238,24 +198,25 @@ class Methods:
                 self._forwards[way].zero_grad()
         return statistics.median(first), statistics.median(launched)
 
-    def warm_up(self) -> None:
+    def measure(self) -> dict[str, list[float]]:
+        """What a step takes, in ms, by way and round."""
         alone, attached = (
             torch.optim.SGD(self._forwards[way].parameters(), lr=1e-4) for way in ("local", "eager")
         )
-        self._steps = {
+        steps = {
             way: self._case.training_step(forward, self._batch, attached if way in LOCAL else alone)
             for way, forward in self._forwards.items()
         }
-        for step in self._steps.values():
+        for step in steps.values():
             for _ in range(WARM_UP_STEPS):
                 step()
+        turns = {way: functools.partial(self._time, step) for way, step in steps.items()}
+        return harness.take_turns(turns, self._options.rounds, self._comm.barrier)
 
-    def time_steps(self, way: str, n: int) -> float:
-        """What a step takes, of n, in ms."""
-        self._comm.barrier()
-        if self._is_cuda:
-            return cuda_clock.microseconds_of(self._steps[way], n) / 1e3
-        return statistics.median(turns.time_calls(self._steps[way], n)) / 1e6
+    def _time(self, step: Callable[[], None]) -> float:
+        if self._comm.device.type == "cuda":
+            return cuda_clock.microseconds_of(step, self._options.steps) / 1e3
+        return statistics.median(harness.time_calls(step, self._options.steps)) / 1e6
 
     def end(self) -> None:
         self._reducer.detach()
@@ -266,11 +227,11 @@ def _norm(tensors: Sequence[Tensor]) -> float:
 
 
 def row_of(
-    name: str, way: str, rounds: Sequence[Mapping[str, float]], found: Mapping[str, float]
+    name: str, way: str, samples: Mapping[str, Sequence[float]], found: Mapping[str, float]
 ) -> dict[str, Any]:
-    """rounds: ms of each way's step."""
-    local_ms = statistics.median(one[LOCAL[way]] for one in rounds)
-    added_ms = statistics.median(one[way] - one[LOCAL[way]] for one in rounds)
+    """samples: ms of a step, by way and round."""
+    local_ms = statistics.median(samples[LOCAL[way]])
+    added_ms = statistics.median(harness.differences(samples, LOCAL[way], way))
     return {
         "model": name,
         "way": way,
@@ -278,7 +239,7 @@ def row_of(
         "added_ms": round(added_ms, 2),
         "added_share": round(added_ms / local_ms, 4),
         # paired, as a drift of the machine meets all ways of a round
-        "over_whole": round(statistics.median(one[way] / one["whole"] for one in rounds), 4),
+        "over_whole": round(statistics.median(harness.ratios(samples, "whole", way)), 4),
         **found,
     }
 
@@ -304,24 +265,5 @@ def headline_of(rows: Sequence[Mapping[str, Any]]) -> str:
     )
 
 
-def run_rank(device: str, places: Sequence[Sequence[Any]]) -> None:
-    """device: its kind. places: namespace, address and environment of each rank, where each is a
-    host.
-    """
-    launch.die_with_parent()
-    torch.set_num_threads(1)
-    rank, n = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    backend, method = enter(rank, places)
-    own = torch.device("cpu")
-    if device == "cuda":
-        backend, own = "nccl", cuda_clock.use_device(rank)
-    with fastcomm.init(backend, init_method=method, rank=rank, world_size=n, device=own) as comm:
-        launch.serve(rank, Methods(comm))
-        comm.barrier()
-
-
 if __name__ == "__main__":
-    if sys.argv[1:2] == [AS_RANK]:
-        run_rank(sys.argv[2], json.loads(sys.argv[3]))
-    else:
-        sys.exit(main())
+    sys.exit(main())

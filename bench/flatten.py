@@ -5,8 +5,7 @@ one buffer and back, in one run.
                                                 and 2,000 tiny tensors
     python -m fastcomm bench flatten --lists tiny --rounds 5
 
-A time is the GPU's alone: the work is captured in a CUDA graph and replayed between two events;
-what cannot be captured (CuPy) is launched back to back, and its host may be what is measured. The
+A time is the GPU's alone: the work is captured in a CUDA graph and replayed between two events. The
 contenders take turns in every round, and a time is the median over rounds. Every list lies in
 several copies that are worked on in turn, so that the L2 cache holds nothing of what comes next.
 GB/s count bytes read and written; "of copy" is the share of what a device-to-device copy of as many
@@ -23,16 +22,17 @@ import gc
 import statistics
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
-from lib import bucket_clock, cuda_clock, flatten_report, machine, report, turns
+from lib import cuda_clock, flatten_report, harness, machine, report
 from lib.flatten_contenders import (
     LISTS,
     MODES,
     Place,
-    concatenating,
     copying,
     flattening,
     make_places,
@@ -129,9 +129,6 @@ def measure_mode(name: str, mode: str, cuda: Any, rounds: int) -> Iterator[Pass]
         works = {
             contender: cuda_clock.capture(all_of(calls)) for contender, calls in captured.items()
         }
-        concatenates = concatenating(places) if way == "flatten" else None
-        if concatenates is not None:
-            works["cupy"] = all_of(concatenates)
         samples = {
             contender: [us / len(places) for us in times]
             for contender, times in take_turns(works, rounds).items()
@@ -177,11 +174,12 @@ def take_turns(works: dict[str, Callable[[], None]], rounds: int) -> dict[str, l
         name: max(1, min(MOST_REPLAYS, round(TURN_US / max(span_of(work, 1), 1.0))))
         for name, work in works.items()
     }
-    times: dict[str, list[float]] = {name: [] for name in works}
-    for number in range(rounds):
-        for name in turns.order_of(list(works), number):
-            times[name].append(span_of(works[name], repeats[name]) / repeats[name])
-    return times
+    turns = {name: partial(mean_of, work, repeats[name]) for name, work in works.items()}
+    return harness.take_turns(turns, rounds, cuda_clock.synchronize)
+
+
+def mean_of(work: Callable[[], None], repeats: int) -> float:
+    return span_of(work, repeats) / repeats
 
 
 def span_of(work: Callable[[], None], repeats: int) -> float:
@@ -203,14 +201,14 @@ def launch_cost(comm: Any, n_tensors: int, wire_dtype: torch.dtype) -> Launch:
         Parameter(torch.zeros(LAUNCHED_NUMEL, device=comm.device)) for _ in range(n_tensors)
     ]
     gradients = [torch.ones(LAUNCHED_NUMEL, device=comm.device) for _ in range(n_tensors)]
-    bucket = bucket_clock.bind(comm, n_tensors, LAUNCHED_NUMEL, wire_dtype, label=1)
+    bucket = bound(comm, n_tensors, LAUNCHED_NUMEL, wire_dtype, label=1)
     times: list[tuple[int, int]] = []
     gc.collect()
     gc.disable()
     for number in range(LAUNCHES + LAUNCHES_AHEAD):
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient
-        times.append(bucket_clock.time_round(bucket, parameters))
+        times.append(time_round(bucket, parameters))
         if number % LAUNCHES_AHEAD == 0:
             cuda_clock.synchronize()
     gc.enable()
@@ -220,6 +218,26 @@ def launch_cost(comm: Any, n_tensors: int, wire_dtype: torch.dtype) -> Launch:
         statistics.median(column) / 1e3 for column in zip(*times[LAUNCHES_AHEAD:], strict=True)
     )
     return Launch(n_tensors, str(wire_dtype).removeprefix("torch."), gather, launch)
+
+
+def bound(comm: Any, n: int, numel: int, wire_dtype: torch.dtype | None, label: int) -> Any:
+    """A bucket of n gradients of float32, of numel elements each."""
+    # Behind the gradients: one element for each, in which ranks tell each other which they have.
+    flat = comm.empty(n * numel + n, dtype=torch.float32).zero_()
+    views = list(flat[: n * numel].split(numel))
+    offsets = [i * numel for i in range(n)]
+    return comm.bind_bucket(flat, views, offsets, wire_dtype=wire_dtype, label=label)
+
+
+def time_round(bucket: Any, parameters: list[Parameter]) -> tuple[int, int]:
+    """Nanoseconds of a gather and of a launch. Waits for the result, which does not count."""
+    start = time.perf_counter_ns()
+    bucket.gather(parameters)
+    gathered = time.perf_counter_ns()
+    work = bucket.launch("mean", [])
+    launched = time.perf_counter_ns()
+    work.wait()
+    return gathered - start, launched - gathered
 
 
 if __name__ == "__main__":

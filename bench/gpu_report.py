@@ -21,7 +21,7 @@ from lib import machine
 ROOT = Path(__file__).resolve().parent.parent
 SUMMARY = "gpu-summary.json"
 NOT_YET = "**Nothing here has run on a GPU yet.**"
-BENCHMARKS = ("flatten", "step", "compiled", "allreduce", "paper")
+BENCHMARKS = ("flatten", "step", "compiled", "allreduce", "paper")  # paper: of earlier runs
 WAYS = {  # of bench/step.py, by the heading of their column
     "local": "local step",
     "fastcomm": "fastcomm",

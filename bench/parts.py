@@ -19,33 +19,14 @@ slowest rank, and a turn has the median of its calls. A ratio is the median over
 time over fastcomm's in the same round, with its quartiles. Where other programs want the same cores
 medians tell how long a rank waits to run; the fastest calls, with their ratio, tell more of the
 transport. Every result is checked once before it is timed.
-
-Predicted before the first run, times as fast as Gloo, 2 ranks on 2 cores, at 1 KiB, 64 KiB, 1 MiB
-and 16 MiB. Gloo's all-reduce takes some 300 us at 1 KiB and sends twice as often as a gather, so
-120 us beside 3; from 1 MiB on TCP moves 1.5 GB/s, and staging copies twice at 6 to 8 GB/s. Ordinary
-tensors: gather 40, 12, 5 and 5, where Gloo copies all it gets once more; scatter 40, 10, 4 and 3;
-all_to_all_single 40, 12, 4 and 3. In comm.empty gather and all_to_all_single are 1.5 times as fast
-as in ordinary tensors from 64 KiB on, and scatter is the same, for it is staged in both. 4 ranks on
-2 cores: 15 at 1 KiB, 3 from 1 MiB on. send, predicted later: 10, 5, 3 and 2, and the same in
-comm.empty, for a channel has memory of its own.
-
-Coalesced, predicted before it was measured, 100 tensors of 1 KiB, 20 of 64 KiB and 4 of 4 MiB: 110
-us, 350 us and 6.5 ms, which is 3.6, 1.1 and 0.9 times as fast as one by one, and 5, 5 and 3 times
-as fast as Gloo's. That was for a flat copy of the tensors; they are reduced where they lie instead.
-
-Beside an MPI, predicted before it was measured, ordinary tensors of 1 KiB, 64 KiB and 16 MiB, 2
-ranks: gather and scatter 0.8, 1 and 1.2 times its speed, all_to_all_single 1, 1.2 and 1.3, send
-0.5, 1 and 1, for an MPI's single copy between processes needs no staging; "one by one" 1.5, 2 and
-2, as bench allreduce has it.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
-import gc
 import os
-import random
 import statistics
 import sys
 from collections.abc import Callable, Sequence
@@ -54,13 +35,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lib import launch, machine, report, tables, turns
+from lib import harness, launch, machine, report, tables
 from lib.allreduce_mpi import NAMES, NoMpiError, launcher_of, world
 from lib.chart import size_text
 from lib.tables import Column, Spread, Table, Times, three_digits, time_cell
 from torch import Tensor
-
-import fastcomm
 
 MOST_TENSORS = 100
 OWN = ("fastcomm", "ordinary")  # in comm.empty, and in ordinary tensors
@@ -75,13 +54,16 @@ PRIME = 65_521  # no boundary of a part or a chunk falls on the same place of th
 
 def main() -> int:
     options = parse_options()
-    if launch.SOCKET_VARIABLE in os.environ:
-        serve(options.mpi)
+    peers = ["gloo", *([options.mpi] if options.mpi else [])]
+    if harness.is_rank():
+        if options.mpi is not None:
+            os.environ["RANK"] = str(world().rank)
+        with harness.joined(group="gloo") as comm:
+            launch.serve(comm.rank, Methods(comm, peers, options.rounds))
         return 0
     launch.exit_on_sigterm()
     print(machine.summary())
     print(f"float32, {options.ranks} ranks; a ratio is a peer's time over fastcomm's")
-    peers = ["gloo", *([options.mpi] if options.mpi else [])]
     table = make_table(peers)
     table.print_head()
     rows = []
@@ -89,9 +71,7 @@ def main() -> int:
     settings = [(collective, size) for collective in COLLECTIVES for size in sizes]
     with start(options) as ranks:
         for collective, nbytes in report.tracked(settings, "sizes"):
-            answers = ranks.call(
-                "measure", collective=collective, nbytes=nbytes, rounds=options.rounds
-            )
+            answers = ranks.call("measure", collective=collective, nbytes=nbytes)
             rows.append(row_of(collective, nbytes, answers, peers))
             table.print_row(cells_of(rows[-1]))
             report.write_so_far("parts", {"ranks": options.ranks, "rows": rows}, options)
@@ -117,7 +97,7 @@ def parse_options() -> argparse.Namespace:
     options = report.parse(parser, rounds=16)
     if options.ranks < 2:
         parser.error("--ranks is at least 2: one rank has no peers")
-    if options.mpi is not None and launch.SOCKET_VARIABLE not in os.environ:
+    if options.mpi is not None and not harness.is_rank():
         try:
             launcher_of(options.mpi, "float", options.mpis)
         except NoMpiError as error:
@@ -128,13 +108,12 @@ def parse_options() -> argparse.Namespace:
 # ---- the parent ----------------------------------------------------------------------------------
 
 
-def start(options: argparse.Namespace) -> launch.Ranks:
+def start(options: argparse.Namespace) -> contextlib.AbstractContextManager[launch.Ranks]:
     """Starts the ranks, under the MPI's mpiexec if one takes part."""
-    script = Path(__file__).resolve()
     if options.mpi is None:
-        return launch.Ranks(script, options.ranks)
+        return harness.started(__file__, options.ranks)
     launcher = launcher_of(options.mpi, "float", options.mpis)
-    return launcher.start(script, options.ranks, ["--mpi", options.mpi])
+    return launcher.start(Path(__file__).resolve(), options.ranks, sys.argv[1:])
 
 
 def row_of(
@@ -144,7 +123,10 @@ def row_of(
     peers: Sequence[str],
 ) -> dict[str, Any]:
     """answers: nanoseconds by rank, way, round and call."""
-    calls = {way: turns.slowest([answer[way] for answer in answers]) for way in (*OWN, *peers)}
+    calls = {
+        way: [slowest(turn) for turn in zip(*(answer[way] for answer in answers), strict=True)]
+        for way in (*OWN, *peers)
+    }
     samples = {way: [statistics.median(turn) / 1e3 for turn in calls[way]] for way in calls}
     fastest = {way: min(map(min, calls[way])) / 1e3 for way in calls}
     pairs = [(peer, own) for peer in peers for own in OWN]
@@ -153,18 +135,21 @@ def row_of(
         "collective": collective,
         "nbytes": nbytes,
         "quartiles_us": times.rounded(),
-        "fastest_us": report.rounded(fastest),
+        "fastest_us": harness.rounded(fastest),
         "ratios": {
-            f"{peer}/{own}": Spread.quartiles(
-                [theirs / ours for theirs, ours in zip(samples[peer], samples[own], strict=True)]
-            ).rounded()
+            f"{peer}/{own}": Spread.quartiles(harness.ratios(samples, own, peer)).rounded()
             for peer, own in pairs
         },
-        "fastest_ratios": report.rounded(
+        "fastest_ratios": harness.rounded(
             {f"{peer}/{own}": fastest[peer] / fastest[own] for peer, own in pairs}
         ),
         "wide": times.wide(),
     }
+
+
+def slowest(turn: Sequence[Sequence[int]]) -> list[int]:
+    """turn: nanoseconds by rank and call. Those of the slowest rank, by call."""
+    return [max(call) for call in zip(*turn, strict=True)]
 
 
 def make_table(peers: Sequence[str]) -> Table:
@@ -380,26 +365,20 @@ def in_numpy(tensor: Tensor | None) -> Any:
 class Methods:
     """The parent calls these methods on all ranks at once. peers: of fastcomm."""
 
-    def __init__(self, comm: Any, peers: Sequence[str]) -> None:
-        self.comm, self.ways = comm, [*OWN, *peers]
+    def __init__(self, comm: Any, peers: Sequence[str], rounds: int) -> None:
+        self.comm, self.ways, self.rounds = comm, [*OWN, *peers], rounds
 
-    def measure(self, collective: str, nbytes: int, rounds: int) -> dict[str, list[list[int]]]:
+    def measure(self, collective: str, nbytes: int) -> dict[str, list[list[int]]]:
         """Nanoseconds of this rank's calls, by way and round."""
         part = max(1, nbytes // 4 // self.comm.world_size)
-        contenders = {way: self.prepare(COLLECTIVES[collective], way, part) for way in self.ways}
         n_calls = max(CALLS[0], min(CALLS[1], BYTES_PER_TURN // nbytes))
-        order = random.Random(nbytes)  # the same on every rank
-        times: dict[str, list[list[int]]] = {way: [] for way in self.ways}
-        for _ in range(rounds):
-            gc.collect()
-            gc.disable()
-            for way in order.sample(self.ways, len(self.ways)):
-                call, rewrite = contenders[way]
-                for _ in range(WARM_UP_CALLS):
-                    call()
-                times[way].append(turns.time_fresh_calls(call, rewrite, n_calls))
-            gc.enable()
-        return times
+        turns = {
+            way: functools.partial(
+                take_turn, n_calls, *self.prepare(COLLECTIVES[collective], way, part)
+            )
+            for way in self.ways
+        }
+        return harness.take_turns(turns, self.rounds, self.comm.barrier)
 
     def prepare(
         self, kind: type[Collective], way: str, part: int
@@ -425,23 +404,16 @@ class Methods:
         return call, rewrite
 
 
+def take_turn(n_calls: int, call: Callable[[], object], rewrite: Callable[[], None]) -> list[int]:
+    """Nanoseconds of each call."""
+    for _ in range(WARM_UP_CALLS):
+        call()
+    return harness.time_fresh_calls(call, rewrite, n_calls)
+
+
 def contribution(rank: int, numel: int) -> Tensor:
     """Whole numbers that float32 holds."""
     return (torch.arange(numel) % PRIME + (rank << 16)).float()
-
-
-def serve(mpi: str | None) -> None:
-    launch.die_with_parent()
-    torch.set_num_threads(1)
-    world_size = int(os.environ["WORLD_SIZE"])
-    rank = int(os.environ["RANK"]) if mpi is None else int(world().rank)
-    meeting = f"file://{launch.scratch()}"
-    dist.init_process_group("gloo", init_method=f"{meeting}/gloo", rank=rank, world_size=world_size)
-    with fastcomm.init(
-        "shm", init_method=f"{meeting}/fastcomm", rank=rank, world_size=world_size
-    ) as comm:
-        launch.serve(rank, Methods(comm, ["gloo", *([mpi] if mpi else [])]))
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

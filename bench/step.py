@@ -7,35 +7,36 @@ bucket views), in one run.
     python -m fastcomm bench step --models gpt2 --optimizer adamw --ways local fastcomm sharded
     python -m fastcomm bench step --models mlp gpt2 --ways local fastcomm weighted
     python -m fastcomm bench step --models embedding embedding-dense --ways local fastcomm ddp
-    python -m fastcomm bench step --models mlp gpt2 --ways local fastcomm joined
     python -m fastcomm bench step --models mlp gpt2 --ways local fastcomm skipping clipped
+    python -m fastcomm bench step --models mlp --ways local hooks python wait fastcomm ddp
+    python -m fastcomm bench step --ways local fastcomm unreduced backend ddp
     python -m fastcomm bench step --models gpt2 --memory   what parameters and gradients take
     python -m fastcomm bench step --hook-cost   what the reducer costs per parameter
     python -m fastcomm bench step --from bench/results/step-2ranks.json --plot step.svg   only draws
 
 Every way has a model and an optimizer (SGD) of its own, and the same batch. The ways take turns; in
-every round each makes a few steps, all ranks at once, in an order that changes from round to round.
-"local" is the step without any communication, with all ranks at work, so that it meets the same
-contention for memory. A step's time is that of the slowest rank; the overhead is the median over
-rounds of (way - local), so that what slows a whole round does not count.
+every round each makes a few steps, all ranks at once. "local" is the step without any
+communication, with all ranks at work, so that it meets the same contention for memory. A step's
+time is that of the slowest rank; the overhead is the median over rounds of (way - local), so that
+what slows a whole round does not count.
 
 On a GPU a time is what passes between two events around the steps of a turn, and both sides also
-send bfloat16: fastcomm by wire_dtype, DDP by its hook bf16_compress_hook. On one card alone NCCL
-moves nothing: the overhead is what the reducers do themselves.
+send bfloat16: fastcomm by wire_dtype, DDP by its hook bf16_compress_hook. "fastcomm_int8" sends 8
+bits with a scale for every 256 elements. On one card alone NCCL moves nothing: the overhead is what
+the reducers do themselves.
 
-Over NCCL "fastcomm_int8" sends 8 bits with a scale for every 256 elements. Expected, before the
-first run: on one card, where it can only lose, its kernels move 23 bytes for each parameter, with
-85% of the memory's bandwidth 0.8 ms for each 100 M parameters on an H100 and 0.6 ms on an H200; at
-most INT8_MS. Between two GPUs that move 20 GB/s each over PCIe, a bucket of 25 MiB takes 1.3 ms in
-float32, 0.7 ms in bfloat16, and 0.5 ms in int8, of which 0.15 ms are the kernels' (at 0.86 TB/s);
-over NVLink, at 400 GB/s, 0.07, 0.03 and 0.06 ms, so that bfloat16 is the better wire there.
+These are set beside fastcomm's step: "weighted" has another weight on every rank
+(reducer.set_weight), "joined" is inside reducer.join(), on the CPU, "skipping" has
+skip_nonfinite=True, "clipped" clips by reducer.clip_grad_norm_, "clipped_by_torch" by torch's, to a
+norm that no gradient here has, "audited" has an audit in every step, "recorded" a timeline.
 
-"weighted" is fastcomm with another weight on every rank (reducer.set_weight), and its step is set
-beside fastcomm's without. "joined" is fastcomm inside reducer.join(), on the CPU, likewise.
+"hooks", "python" and "wait" each do a little more than the one before, between "local" and
+"fastcomm": hooks that do nothing, the reducer over a transport that moves nothing, and ranks that
+meet at the end of backward. With them the overhead is taken apart.
 
-"skipping" is fastcomm with skip_nonfinite=True, beside fastcomm without; "clipped" clips by
-reducer.clip_grad_norm_, and "clipped_by_torch" by torch's clip_grad_norm_, to a norm that no
-gradient here has: what is compared is the norm. "audited" is fastcomm with an audit in every step.
+"backend" is DDP over the torch.distributed backend "fastcomm", and "unreduced" DDP with a hook that
+reduces nothing: what DDP itself takes, for its copies above all. "backend_views" and
+"unreduced_views" are the same with bucket views.
 
 "sharded" is fastcomm.ShardedOptimizer: each rank steps its shard, and its step is set beside the
 local one, which steps everything. Printed with it: the bytes of optimizer state of each rank. In
@@ -46,25 +47,27 @@ from __future__ import annotations
 
 import argparse
 import copy
+import functools
 import gc
-import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from lib import cuda_clock, launch, machine, report, tables, turns
-from lib.counters import Counters
+from lib import cuda_clock, harness, launch, machine, report, tables
+from lib.idle import IdleTransport
 from lib.models import CASES, CUDA_CASES, EMBEDDINGS, WARM_UP_STEPS, Case, TinyParameters
-from lib.step_table import INT8_MS, SHARE_OF_DDP, steps_table
-from lib.tables import Bar, Times
+from lib.tables import INT8_MS, SHARE_OF_DDP, Bar, Column, Spread, Table, Times, steps_table
+from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
 import fastcomm
+from fastcomm.insight.phases import BACKWARD, OPTIMIZER, OTHER, WAITING
+from fastcomm.insight.stragglers import Stragglers
 
 TINY_PARAMETERS = 2000
 OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -81,9 +84,21 @@ WORDS = {
     "clipped": "with clipping",
     "clipped_by_torch": "with torch's clipping",
     "audited": "with an audit",
+    "recorded": "with a timeline",
 }
+# Every part of the overhead, and the ways between which it lies.
+PARTS = {
+    "autograd calls the hooks": ("local", "hooks"),
+    "the reducer's Python": ("hooks", "python"),
+    "waiting for the slower rank": ("python", "wait"),
+    "moving gradients": ("wait", "fastcomm"),
+    "all of fastcomm": ("local", "fastcomm"),
+    "all of DDP": ("local", "ddp"),
+}
+IN_PARTS = ("hooks", "python", "wait")
 SHARDED_WAYS = ("sharded", "shared")
-WAYS = ("local", "fastcomm", *WORDS, *SHARDED_WAYS, "ddp", "ddp_views")
+DDP_WAYS = ("unreduced", "backend", "ddp", "unreduced_views", "backend_views", "ddp_views")
+WAYS = ("local", *IN_PARTS, "fastcomm", *WORDS, *SHARDED_WAYS, *DDP_WAYS)
 NARROW_WAYS = ("fastcomm_bf16", "ddp_bf16", "fastcomm_int8")  # over NCCL
 # What a way gives to its reducer, and to DDP.
 REDUCED: dict[str, dict[str, Any]] = {
@@ -92,10 +107,15 @@ REDUCED: dict[str, dict[str, Any]] = {
     "fastcomm_bf16": {"wire_dtype": torch.bfloat16},
     "fastcomm_int8": {"wire_dtype": torch.int8},
 }
-WRAPPED: dict[str, dict[str, Any]] = {
-    "ddp": {},
-    "ddp_views": {"gradient_as_bucket_view": True},
-    "ddp_bf16": {},
+# Whose overhead is told as a share of whose, and how the line calls them.
+SHARES = {
+    ("fastcomm", "ddp"): ("fastcomm's", "DDP's"),
+    ("fastcomm", "ddp_views"): ("fastcomm's", "DDP's with bucket views"),
+    ("backend", "ddp"): ("that of DDP over backend fastcomm", "DDP's"),
+    ("unreduced", "ddp"): ("that of DDP alone", "DDP's"),
+    ("backend_views", "ddp_views"): ("that of DDP over backend fastcomm, with views,", "DDP's"),
+    ("unreduced_views", "ddp_views"): ("that of DDP alone, with views,", "DDP's"),
+    ("fastcomm_bf16", "ddp_bf16"): ("fastcomm's in bfloat16", "DDP's"),
 }
 MAX_NORM = 1e9  # that no gradient here has: nothing is scaled
 # Ways whose step is set beside another's, and the other.
@@ -106,26 +126,23 @@ USUAL_WAYS = ("local", "fastcomm", "ddp", "ddp_views")
 def main() -> int:
     options = parse_options()
     is_cuda = options.device == "cuda"
+    if harness.is_rank():
+        with harness.joined(options.device, group="gloo") as comm:
+            launch.serve(comm.rank, Methods(comm, options))
+        return 0
     reason = cuda_clock.why_not() if is_cuda else None
     if reason is not None:
         print(f"bench/step.py --device cuda needs a GPU, and {reason}", file=sys.stderr)
         return 2
-    if "RANK" not in os.environ:
-        launch.become_ranks(options.ranks or (cuda_clock.device_count() if is_cuda else 2))
-    torch.set_num_threads(1)
-    device = (
-        cuda_clock.use_device(int(os.environ["LOCAL_RANK"])) if is_cuda else torch.device("cpu")
-    )
-    with fastcomm.init("nccl" if is_cuda else "shm", device=device) as comm:
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    launch.exit_on_sigterm()
+    n_ranks = options.ranks or (cuda_clock.device_count() if is_cuda else 2)
+    with harness.started(__file__, n_ranks) as ranks:
         if options.hook_cost:
-            report_hook_cost(comm)
+            report_hook_cost(ranks)
         elif options.memory:
-            report_memory(comm, options)
+            report_memory(ranks, options)
         else:
-            report_steps(comm, options)
-        comm.barrier()
-        dist.destroy_process_group()
+            report_steps(ranks, options)
     return 0
 
 
@@ -174,60 +191,95 @@ def parse_options() -> argparse.Namespace:
     return options
 
 
-def report_steps(comm: Any, options: argparse.Namespace) -> None:
+def cases_of(options: argparse.Namespace) -> dict[str, Case]:
+    return CUDA_CASES if options.device == "cuda" else CASES
+
+
+def report_steps(ranks: launch.Ranks, options: argparse.Namespace) -> None:
     is_cuda = options.device == "cuda"
-    cases = CUDA_CASES if is_cuda else CASES
     results: dict[str, Any] = {}
-    figures = {"device": options.device, "ranks": comm.world_size, "models": results}
-    for name in options.models or cases:
-        results[name] = measure(comm, (cases | EMBEDDINGS)[name], options)
-        if comm.rank == 0:
-            report.write_so_far("step", figures, options)
-    if comm.rank == 0:
-        print_machine(results, is_cuda)
-        report.write_results("step", figures, options)
-        if is_cuda:
-            print_bars(results)
+    figures = {"device": options.device, "ranks": ranks.world_size, "models": results}
+    for name in report.tracked(options.models or list(cases_of(options)), "models"):
+        results[name] = measure(ranks, name, options)
+        print_result(results[name])
+        report.write_so_far("step", figures, options)
+    print_machine(results, is_cuda)
+    report.write_results("step", figures, options)
+    if is_cuda:
+        print_bars(results)
 
 
-def measure(comm: Any, case: Case, options: argparse.Namespace) -> dict[str, Any]:
-    """Collective. Returns the result of one model; printed by rank 0."""
-    steps, states = make_steps(comm, case, options)
-    for step in steps.values():
-        for _ in range(WARM_UP_STEPS):
-            step()
-    take_turn = turn_on_the_device if options.device == "cuda" else turn_on_the_host
-    ways = tuple(steps)
-    seconds = torch.zeros(options.rounds, len(ways), options.steps, dtype=torch.float64)
-    rounds = range(options.rounds)
-    for number in report.tracked(rounds, case.description, shown=comm.rank == 0):
-        for way in turns.order_of(ways, number):
-            comm.barrier()
-            seconds[number, ways.index(way)] = torch.tensor(
-                take_turn(steps[way], options.steps), dtype=torch.float64
-            )
-    seconds = seconds.to(comm.device)
-    comm.all_reduce(seconds, "max")
-    state_mb = {way: megabytes(optimizer) for way, optimizer in states.items()}
-    states.clear()
-    del step
-    steps.clear()
-    gc.collect()
-    result = summarise(case, ways, seconds.cpu().median(dim=2).values)
-    result |= {"optimizer": options.optimizer, "state_mb": state_mb}
-    if comm.rank == 0:
-        print_result(result)
-    return result
+def measure(ranks: launch.Ranks, name: str, options: argparse.Namespace) -> dict[str, Any]:
+    """The result of one model."""
+    answers = ranks.call("measure", name=name)
+    seconds = harness.slowest([answer["seconds"] for answer in answers])
+    samples = {way: [1e3 * turn for turn in turns] for way, turns in seconds.items()}
+    result = summarise((cases_of(options) | EMBEDDINGS)[name], samples)
+    return result | {"optimizer": options.optimizer, "state_mb": answers[0]["state_mb"]}
 
 
-def turn_on_the_host(step: Callable[[], None], n_steps: int) -> list[float]:
-    """Seconds of each step."""
-    return [nanoseconds / 1e9 for nanoseconds in turns.time_calls(step, n_steps)]
+# ---- the ranks -----------------------------------------------------------------------------------
 
 
-def turn_on_the_device(step: Callable[[], None], n_steps: int) -> list[float]:
-    """As turn_on_the_host: all steps' mean for each."""
-    return [cuda_clock.microseconds_of(step, n_steps) / 1e6] * n_steps
+class Methods:
+    """What a rank does when the parent calls; all ranks are called together."""
+
+    def __init__(self, comm: Any, options: argparse.Namespace) -> None:
+        self.comm, self.options = comm, options
+
+    def measure(self, name: str) -> dict[str, Any]:
+        """By way: seconds of its steps by round, and megabytes of its optimizer's state."""
+        case = (cases_of(self.options) | EMBEDDINGS)[name]
+        steps, optimizers = make_steps(self.comm, case, self.options)
+        for step in steps.values():
+            for _ in range(WARM_UP_STEPS):
+                step()
+        take = turn_on_the_device if self.options.device == "cuda" else turn_on_the_host
+        turns = {
+            way: functools.partial(take, step, self.options.steps) for way, step in steps.items()
+        }
+        return {
+            "seconds": harness.take_turns(turns, self.options.rounds, self.comm.barrier),
+            "state_mb": {way: megabytes(optimizer) for way, optimizer in optimizers.items()},
+        }
+
+    def memory(self, name: str, way: str) -> float:
+        """Megabytes of all ranks' segments, while a model is trained this way."""
+        gc.collect()
+        before = segments_mb(self.comm)
+        chosen = argparse.Namespace(optimizer=self.options.optimizer, ways=[way])
+        steps, _ = make_steps(self.comm, CASES[name], chosen)
+        for _ in range(2):
+            steps[way]()
+        return segments_mb(self.comm) - before
+
+    def hook_cost(self) -> dict[str, float]:
+        """Microseconds: of the reducer and of recording by parameter, of phases by step."""
+        ways = {way: TinyParameters(TINY_PARAMETERS).to(self.comm.device) for way in COSTS}
+        reducers = [fastcomm.Reducer(self.comm).attach(ways[way]) for way in COSTS[1:]]
+        reducers[-1].timeline().start()
+        turns = {way: functools.partial(cpu_time_of_backward, model) for way, model in ways.items()}
+        samples = harness.take_turns(turns, 200, self.comm.barrier)
+        for reducer in reducers:
+            reducer.detach()
+        costs = {
+            "reducer": statistics.median(harness.differences(samples, "plain", "reduced")),
+            "recording": statistics.median(harness.differences(samples, "reduced", "recorded")),
+        }
+        by_parameter = {what: 1e6 * cost / TINY_PARAMETERS for what, cost in costs.items()}
+        return by_parameter | dict(zip(("noting", "telling"), phases_us(self.comm), strict=True))
+
+
+COSTS = ("plain", "reduced", "recorded")
+
+
+def turn_on_the_host(step: Callable[[], None], n_steps: int) -> float:
+    """Seconds of a step."""
+    return statistics.median(harness.time_calls(step, n_steps)) / 1e9
+
+
+def turn_on_the_device(step: Callable[[], None], n_steps: int) -> float:
+    return cuda_clock.microseconds_of(step, n_steps) / 1e6
 
 
 def megabytes(optimizer: torch.optim.Optimizer) -> float:
@@ -250,24 +302,42 @@ def make_steps(
     for way in ways:
         model = copy.deepcopy(original)
         reducer: Any = None
-        if way in WRAPPED:
+        if way in (*DDP_WAYS, "ddp_bf16"):
             model = wrapped(way, model)
+        elif way == "hooks":
+            for parameter in model.parameters():
+                parameter.register_post_accumulate_grad_hook(lambda _: None)
         elif way != "local":
-            reducer = fastcomm.Reducer(comm, **REDUCED.get(way, {})).attach(model)
+            over: Any = IdleTransport(comm, meets=way == "wait") if way in IN_PARTS else comm
+            reducer = fastcomm.Reducer(over, **REDUCED.get(way, {})).attach(model)
         optimizers[way] = make_optimizer(way, model, reducer, options.optimizer)
         step = case.training_step(model, batch, optimizers[way])
         if way == "joined":
             reducer.join().__enter__()  # and never left
+        if way == "recorded":
+            reducer.timeline().start()
         steps[way] = weighted_step(reducer, step) if way == "weighted" else step
         steps[way].keep = reducer  # type: ignore[attr-defined]  # it lives as long as its step
     return steps, optimizers
 
 
 def wrapped(way: str, model: torch.nn.Module) -> DistributedDataParallel:
-    ddp = DistributedDataParallel(model, **WRAPPED[way])
+    ddp = DistributedDataParallel(
+        model,
+        process_group=group_of_backend() if way.startswith("backend") else None,
+        gradient_as_bucket_view=way.endswith("_views"),
+    )
     if way == "ddp_bf16":
         ddp.register_comm_hook(None, bf16_compress_hook)
+    if way.startswith("unreduced"):
+        ddp.register_comm_hook(None, noop_hook)
     return ddp
+
+
+@functools.cache
+def group_of_backend() -> Any:
+    """Collective, the first time."""
+    return dist.new_group(backend="fastcomm")
 
 
 def make_optimizer(
@@ -306,45 +376,96 @@ def clip_before(optimizer: torch.optim.Optimizer, reducer: Any) -> None:
     optimizer.register_step_pre_hook(clip)
 
 
-def summarise(case: Case, ways: Sequence[str], rounds: torch.Tensor) -> dict[str, Any]:
-    """rounds: seconds [round, way]."""
-    model = case.make_model()
-    numels = [p.numel() for p in model.parameters()]
-    samples = dict(zip(ways, (1e3 * rounds).T.tolist(), strict=True))
-    overhead = report.overheads(samples, "local")
-    result = {
+def segments_mb(comm: Any) -> float:
+    """Collective."""
+    pss = torch.zeros(1, dtype=torch.float64)
+    is_ours = False
+    comm.barrier()
+    with open("/proc/self/smaps") as maps:
+        for line in maps:
+            if "-" in line.split(" ", 1)[0]:
+                is_ours = "memfd:fastcomm" in line
+            elif is_ours and line.startswith("Pss:"):
+                pss += float(line.split()[1]) * 1024 / 1e6
+    comm.all_reduce(pss)
+    return float(pss)
+
+
+def cpu_time_of_backward(model: torch.nn.Module) -> float:
+    """Seconds of zero_grad and backward; those of torch's hooks included."""
+    start = time.process_time()
+    model.zero_grad()
+    model().backward()
+    return time.process_time() - start
+
+
+def phases_us(comm: Any) -> tuple[float, float]:
+    """Collective. What reducer.stragglers() rests on, which is always on: medians of what a step's
+    phases take to note, and to tell the other ranks, about every 2 s.
+    """
+    stragglers = Stragglers()
+    stragglers.use(comm)
+    stragglers.begin(0)
+    of_a_step = (BACKWARD, WAITING, OTHER, WAITING, OPTIMIZER, OTHER)
+
+    def note() -> None:
+        for phase in of_a_step:
+            stragglers.phases.enter(phase)
+
+    noting = harness.time_calls(note, TINY_PARAMETERS)
+    if comm.world_size == 1:  # which has nobody to tell
+        return statistics.median(noting) / 1e3, 0.0
+    telling = harness.time_calls(lambda: stragglers.tell(stragglers.due_at), TINY_PARAMETERS)
+    return statistics.median(noting) / 1e3, statistics.median(telling) / 1e3
+
+
+# ---- the report ----------------------------------------------------------------------------------
+
+
+def summarise(case: Case, samples: Mapping[str, Sequence[float]]) -> dict[str, Any]:
+    """samples: ms, by way and round."""
+    numels = [p.numel() for p in case.make_model().parameters()]
+    overhead = harness.overheads(samples, "local")
+    result: dict[str, Any] = {
         "model": case.description,
         "parameters": sum(numels),
         "tensors": len(numels),
         "quartiles_ms": Times.of(samples).rounded(),
-        "overhead_ms": report.rounded(overhead),
+        "overhead_ms": harness.rounded(overhead),
     }
-    for peer in ("ddp", "ddp_views"):
-        if peer in overhead:
-            share = overhead["fastcomm"] / overhead[peer]
-            result[f"fastcomm_share_of_{peer}_overhead"] = round(share, 3)
+    for own, peer in SHARES:
+        if {own, peer} <= set(overhead):
+            share = overhead[own] / overhead[peer]
+            result[f"{own}_share_of_{peer}_overhead"] = round(share, 3)
     for way, peer in BESIDE.items():
-        if {way, peer} <= set(ways):
-            ratios = [a / b for a, b in zip(samples[way], samples[peer], strict=True)]
+        if {way, peer} <= set(samples):
+            ratios = harness.ratios(samples, peer, way)
             result[f"{way}_over_{peer}"] = round(statistics.median(ratios), 3)
-    if "ddp_bf16" in overhead:
-        result["fastcomm_bf16_share_of_ddp_bf16_overhead"] = round(
-            overhead["fastcomm_bf16"] / overhead["ddp_bf16"], 3
-        )
     if "fastcomm_int8" in overhead:
         added = overhead["fastcomm_int8"] - overhead["fastcomm"]
         result["int8_ms_per_100m"] = round(added / sum(numels) * 1e8, 2)
+    if {*IN_PARTS, "ddp"} <= set(samples):
+        result["parts"] = {
+            part: part_of(harness.differences(samples, *pair), overhead["ddp"])
+            for part, pair in PARTS.items()
+        }
     return result
+
+
+def part_of(differences: Sequence[float], ddp_ms: float) -> dict[str, float]:
+    low, middle, high = Spread.quartiles(differences).rounded()
+    share = round(middle / ddp_ms, 3)
+    return {"ms": middle, "quartile_1_ms": low, "quartile_3_ms": high, "share_of_ddp": share}
 
 
 def print_result(result: dict[str, Any]) -> None:
     print()
     size = f"{result['parameters'] / 1e6:.1f} M parameters in {result['tensors']} tensors"
     steps_table(result, f"{result['model']}: {size}").print()
-    for peer, words in (("ddp", "DDP's"), ("ddp_views", "DDP's with bucket views")):
-        share = result.get(f"fastcomm_share_of_{peer}_overhead")
+    for (own, peer), (words, its) in SHARES.items():
+        share = result.get(f"{own}_share_of_{peer}_overhead")
         if share is not None:
-            print(f"  fastcomm's overhead is {share:.2f} of {words}", flush=True)
+            print(f"  of the overhead {words} is {share:.2f} of {its}", flush=True)
     if "int8_ms_per_100m" in result:
         added = result["int8_ms_per_100m"]
         print(
@@ -363,6 +484,18 @@ def print_result(result: dict[str, Any]) -> None:
             f"optimizer's state on this rank {state['sharded']:.0f} MB of {state['local']:.0f} MB",
             flush=True,
         )
+    if "parts" in result:
+        print_parts(result["parts"])
+
+
+def print_parts(parts: Mapping[str, Mapping[str, float]]) -> None:
+    columns = [Column(30, ("part",), "<"), Column(9, ("ms",)), Column(17, ("quartiles",))]
+    table = Table([*columns, Column(14, ("share of DDP",))])
+    for part, figures in parts.items():
+        quartiles = f"{figures['quartile_1_ms']:.2f} to {figures['quartile_3_ms']:.2f}"
+        cells = [part, f"{figures['ms']:.2f}", quartiles, f"{figures['share_of_ddp']:.3f}"]
+        table.rows.append(cells)
+    table.print()
 
 
 def print_bars(results: dict[str, dict[str, Any]]) -> None:
@@ -389,80 +522,27 @@ def print_machine(results: dict[str, Any], is_cuda: bool) -> None:
         print(f"NCCL {machine.nccl_version()}")
 
 
-def report_memory(comm: Any, options: argparse.Namespace) -> None:
+def report_memory(ranks: launch.Ranks, options: argparse.Namespace) -> None:
     """Proportional set size (PSS) of the segments in which parameters and gradients lie, all ranks
     together: a page that n ranks have mapped counts 1/n for each.
     """
     for name in options.models or CASES:
-        for way in ("sharded", "shared"):
-            before = segments_mb(comm)
-            chosen = argparse.Namespace(optimizer=options.optimizer, ways=[way])
-            steps, optimizers = make_steps(comm, CASES[name], chosen)
-            for _ in range(2):
-                steps[way]()
-            taken = segments_mb(comm) - before
-            steps.clear()
-            optimizers.clear()
-            gc.collect()
-            comm.barrier()
-            if comm.rank == 0:
-                model = CASES[name].make_model()
-                one = sum(p.numel() * p.itemsize for p in model.parameters()) / 1e6
-                share = f"{taken / one:.2f} times a model's parameters"
-                print(f"{name}, {way}: {taken:.0f} MB, {share}", flush=True)
+        for way in SHARDED_WAYS:
+            taken = ranks.call("memory", name=name, way=way)[0]
+            one = sum(p.numel() * p.itemsize for p in CASES[name].make_model().parameters()) / 1e6
+            share = f"{taken / one:.2f} times a model's parameters"
+            print(f"{name}, {way}: {taken:.0f} MB, {share}", flush=True)
 
 
-def segments_mb(comm: Any) -> float:
-    """Collective."""
-    pss = torch.zeros(1, dtype=torch.float64)
-    is_ours = False
-    comm.barrier()
-    with open("/proc/self/smaps") as maps:
-        for line in maps:
-            if "-" in line.split(" ", 1)[0]:
-                is_ours = "memfd:fastcomm" in line
-            elif is_ours and line.startswith("Pss:"):
-                pss += float(line.split()[1]) * 1024 / 1e6
-    comm.all_reduce(pss)
-    return float(pss)
-
-
-def report_hook_cost(comm: Any) -> None:
-    """CPU time of zero_grad and backward with the reducer, less that without, per parameter, and
-    their instructions in user mode, where perf counts them. Those of torch's hooks included.
-    """
-    plain, reduced = (TinyParameters(TINY_PARAMETERS).to(comm.device) for _ in range(2))
-    reducer = fastcomm.Reducer(comm).attach(reduced)
-    counters = Counters()
-    # a collection now and then is the price of any Python object, and not the reducer's
-    gc.disable()
-    costs = []
-    for _ in range(50):
-        comm.barrier()
-        without = cost_of_backward(plain, counters)
-        comm.barrier()
-        costs.append(cost_of_backward(reduced, counters) - without)
-    gc.enable()
-    counters.close()
-    reducer.detach()
-    if comm.rank == 0:
-        seconds, instructions = (torch.stack(costs).median(dim=0).values / TINY_PARAMETERS).tolist()
-        counted = f", {instructions:,.0f} instructions" if instructions else ""
-        print(
-            f"{1e6 * seconds:.2f} us per parameter and step{counted}; {TINY_PARAMETERS} "
-            f"parameters, {comm.world_size} ranks"
-        )
-
-
-def cost_of_backward(model: torch.nn.Module, counters: Counters) -> torch.Tensor:
-    """Seconds of the CPU, and instructions: 0 if they are not counted."""
-    before, start = counters.read(), time.process_time()
-    model.zero_grad()
-    model().backward()
-    seconds = time.process_time() - start
-    after = counters.read()
-    n = after.get("instructions", 0) - before.get("instructions", 0)
-    return torch.tensor([seconds, n], dtype=torch.float64)
+def report_hook_cost(ranks: launch.Ranks) -> None:
+    """The CPU's time of zero_grad and backward with the reducer, less that without."""
+    costs = ranks.call("hook_cost")[0]
+    print(
+        f"{costs['reducer']:.2f} us per parameter and step, and {costs['recording']:.3f} while a "
+        f"timeline records; {TINY_PARAMETERS} parameters, {ranks.world_size} ranks\n"
+        f"{costs['noting']:.2f} us a step to note its phases, {costs['telling']:.0f} us to tell "
+        "them, about every 2 s"
+    )
 
 
 if __name__ == "__main__":

@@ -10,12 +10,10 @@ A step's time is that of the slowest rank. docs/scaling.md says how the reducer 
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Mapping
 
-import torch
-from lib import launch, report
+from lib import harness, launch, report
 from lib.models import CASES
 from lib.tables import Column, Table
 
@@ -24,28 +22,41 @@ import fastcomm
 
 def main() -> int:
     options = parse_options()
-    if "RANK" not in os.environ:
-        launch.become_ranks(options.ranks)
-    torch.set_num_threads(1)
-    case = CASES[options.model]
-    with fastcomm.init("shm") as comm:
-        model, batch = case.make(comm.rank)
-        reducer = fastcomm.Reducer(comm, bucket_cap_mb="auto").attach(model)
+    if harness.is_rank():
+        with harness.joined() as comm:
+            launch.serve(comm.rank, Methods(comm, options))
+        return 0
+    launch.exit_on_sigterm()
+    with harness.started(__file__, options.ranks) as ranks:
+        seconds, kept_mb, summary = ranks.call("tune")[0]
+    print(f"{CASES[options.model].description}, {options.ranks} ranks")
+    print_sizes(dict(seconds), kept_mb)
+    print(f"\n{summary}")
+    return 0
+
+
+class Methods:
+    """What the parent calls, on all ranks together."""
+
+    def __init__(self, comm: fastcomm.Communicator, options: argparse.Namespace) -> None:
+        self.comm, self.options = comm, options
+
+    def tune(self) -> tuple[list[tuple[float, float]], float, str]:
+        """Seconds of a step by size, the size that is kept, and where the time of a step goes."""
+        case = CASES[self.options.model]
+        model, batch = case.make(self.comm.rank)
+        reducer = fastcomm.Reducer(self.comm, bucket_cap_mb="auto").attach(model)
         step = case.training_step(model, batch)
         while reducer.planner.is_measuring:
             step()
-        timeline = reducer.timeline(steps=options.steps)
-        for _ in range(options.steps):
+        timeline = reducer.timeline(steps=self.options.steps)
+        for _ in range(self.options.steps):
             step()
         try:
             summary = timeline.summary()
         except ImportError as error:
             summary = str(error)
-        if comm.rank == 0:
-            print(f"{case.description}, {comm.world_size} ranks")
-            print_sizes(reducer.planner.seconds, reducer.planner.cap_mb)
-            print(f"\n{summary}")
-    return 0
+        return list(reducer.planner.seconds.items()), reducer.planner.cap_mb, summary
 
 
 def print_sizes(seconds: Mapping[float, float], kept_mb: float) -> None:

@@ -8,7 +8,7 @@
 #     bash ci/gpu.sh [folder]
 #     PYTHON=python3.12 bash ci/gpu.sh     another interpreter than that of .venv
 #
-# Writes at most six files into the folder (bench/results/): JSON, as far as each benchmark has
+# Writes at most five files into the folder (bench/results/): JSON, as far as each benchmark has
 # come, and the ends of the logs of failed steps in gpu-failures.log. gpu-summary.json says what ran
 # on which GPU; `python bench/gpu_report.py bench/results` makes rows for the documents of it.
 # Prints at most 10,000 characters.
@@ -45,7 +45,7 @@ fi
 
 deadline=$((SECONDS + 540))
 # No figure of an earlier run may pass for one of this run.
-rm -f "$folder"/{gpu-summary,flatten,allreduce-cuda,step-cuda,paper-fig12-nccl}.json
+rm -f "$folder"/{gpu-summary,flatten,allreduce-cuda,step-cuda}.json
 rm -f "$folder"/gpu-*.log
 table=()
 status=0
@@ -107,8 +107,6 @@ step step 90 "$python" bench/step.py --device cuda --rounds 14 --json "$folder/s
 step compiled 120 "$python" bench/compiled.py --device cuda --rounds 8
 step allreduce 60 "$python" bench/allreduce.py --device cuda -b 1K -e 64M -f 16 -n 100 \
     --json "$folder/allreduce-cuda.json"
-step paper 60 "$python" bench/paper.py fig12 --device cuda --rounds 6 \
-    --json "$folder/paper-fig12-nccl.json"
 step documents 90 "${pytest[@]}" tests/docs/test_docs.py -k on_any_device
 step reducer 150 "${pytest[@]}" "${reducer_files[@]}" -k "$reducer"
 for tool in memcheck racecheck; do

@@ -2,7 +2,7 @@
 starts a script on several ranks, says what this machine offers, trains a small GPT on two ranks,
 runs the benchmarks, advises on buckets, says what a job hangs in.
 
-The demo and the benchmarks are scripts of their own, examples/train_gpt.py and bench/*.py; this
+The demo and the benchmarks are scripts of their own, examples/train_gpt.py and bench/; this
 file finds them and gives them the process.
 """
 
@@ -33,18 +33,14 @@ Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 # By name: what `python -m fastcomm bench --help` says of it.
 BENCHMARKS = {
-    "all": "allreduce, step and backend in three minutes, on one page; runs without a name, too",
+    "all": "allreduce and step in three minutes, on one page; runs without a name, too",
     "allreduce": "all-reduce against Gloo and MPI, by size; --device cuda: against NCCL",
-    "step": "training steps: local, fastcomm, DDP; on the CPU, or with --device cuda",
+    "step": "training steps: local, fastcomm, DDP, and DDP over the backend; also on GPUs",
     "parts": "gather, scatter and all_to_all_single against Gloo, by size",
-    "backend": 'backend "fastcomm" against Gloo: all-reduce, and steps under DDP',
-    "hierarchical": "all-reduce between hosts, which are network namespaces: needs root",
-    "syncs": "ranks that sync seldom: bytes, time and loss; network namespaces: needs root",
+    "network": "between hosts, which are network namespaces: all-reduce, ranks that sync seldom",
     "compiled": "compiled models: when buckets are launched, and what cutting graphs costs",
-    "flatten": "many tensors into one buffer and back, on a GPU, against torch and CuPy",
+    "flatten": "many tensors into one buffer and back, on a GPU, against torch",
     "elastic": "steps that a training keeps while ranks are killed; beside torchft, if installed",
-    "overhead": "where the overhead of a step goes, part by part, over shared memory",
-    "timeline": "what Reducer.timeline() costs while it is on, and while it is off",
     "paper": "the experiments of the paper on torch DDP, fastcomm and DDP side by side",
 }
 
@@ -80,7 +76,8 @@ def main() -> int:
     if options.command == "demo":
         demo(rest)
     if options.command == "bench":
-        become(str(script("bench", options.benchmark)), *rest)
+        folder = "bench/lab" if options.benchmark == "paper" else "bench"
+        become(str(script(folder, options.benchmark)), *rest)
     if options.command == "tune":
         become(str(script("bench", "tune")), *rest)
     if options.command == "diagnose":

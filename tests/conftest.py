@@ -32,7 +32,6 @@ LONGEST = (
     "tests.docs.test_examples",
     "tests.launching.test_torchrun",
     "tests.launching.test_lost_ranks",
-    "tests.bench.test_backend",
     "tests.cli.test_demo",
     "tests.transports.shm.test_core",
     "tests.launching.test_runner",

@@ -24,7 +24,8 @@ DTYPES = {
 }
 OPS = {"sum": "sum", "prod": "prod", "min": "min", "max": "max", "avg": "mean"}
 MOST_RANKS = 64
-PEERS = ("gloo", *NAMES, "before")
+GROUPS = {"gloo": "gloo", "backend": "fastcomm"}  # torch.distributed's backends, by peer
+PEERS = (*GROUPS, *NAMES)
 
 
 def parse_options(description: str | None) -> argparse.Namespace:
@@ -87,12 +88,6 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "of this Python)",
     )
     parser.add_argument(
-        "--before",
-        type=Path,
-        metavar="FOLDER",
-        help="a source tree of fastcomm, built in place: the peer before",
-    )
-    parser.add_argument(
         "--unchanged",
         action="store_true",
         help="do not rewrite the buffers before every call (CPU)",
@@ -115,8 +110,6 @@ def find_problem(options: argparse.Namespace) -> str | None:
         return "sizes go from -b, at least 1 byte, up to -e"
     if not 1 <= options.ranks <= MOST_RANKS:
         return f"--ranks is between 1 and {MOST_RANKS}"
-    if ("before" in options.peers) != (options.before is not None):
-        return "the peer before and --before FOLDER go together"
     if options.n is not None and options.n < 1:
         return "-n is at least 1"
     if options.o == "avg" and not getattr(torch, DTYPES[options.d]).is_floating_point:

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from lib import machine, report, tables
+from lib import harness, machine, report, tables
 from lib.allreduce_mpi import NAMES
 from lib.allreduce_options import DTYPES, OPS
 from lib.tables import Column, Times
 
-PEERS = ("gloo", *NAMES, "ordinary", "nccl", "before")
+PEERS = ("gloo", "backend", *NAMES, "ordinary", "nccl")
 PLACEMENTS = ("out_of_place", "in_place")
 # Flags reach a core of the same last-level cache in 25 to 100 ns, one of another in 240 or more. A
 # barrier takes two to three times as long.
@@ -228,7 +228,7 @@ def as_json(row: Size, ranks: int) -> dict[str, Any]:
     return {
         "nbytes": row.nbytes,
         "count": row.count,
-        "ratios": report.rounded(ratios),
+        "ratios": harness.rounded(ratios),
         **_barrier_as_json(row.barrier),
         **peers,
     }

@@ -2,7 +2,7 @@
 size, and bars of what a step takes. Measures nothing.
 
 Every picture says what was measured and on which machine; bands and whiskers are the quartiles (in
-bench/hierarchical.py the fastest and the slowest call). matplotlib is imported when something is
+bench/network.py the fastest and the slowest call). matplotlib is imported when something is
 drawn.
 """
 
@@ -15,17 +15,22 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lib import paper_chart
+from lab import chart as paper_chart
 
 SUFFIXES = (".png", ".svg", ".pdf")
 INK = "#010203"  # stands for the color of a page's text
 # Of each contender: label, color, style of its line.
 LOOKS = {
     "local": ("no communication", "silver", "-"),
-    "unreduced": ("DDP alone,\nno reduction", "lightgray", "-"),
+    "unreduced": ("DDP alone", "lightgray", "-"),
+    "unreduced_views": ("DDP alone, bucket views", "lightgray", "-"),
     "fastcomm": ("fastcomm", "tab:blue", "-"),
     "fastcomm_bf16": ("fastcomm, bfloat16", "tab:cyan", "-"),
     "fastcomm_int8": ("fastcomm, int8", "tab:olive", "-"),
+    "hooks": ("idle hooks", "gainsboro", "-"),
+    "python": ("nothing moved", "tab:gray", "-"),
+    "wait": ("ranks meet", "tab:brown", "-"),
+    "recorded": ("with a timeline", "tab:brown", ":"),
     "weighted": ("with weights", "tab:purple", "-"),
     "joined": ("inside join()", "tab:pink", "-"),
     "audited": ("with audits", "tab:pink", ":"),
@@ -36,6 +41,8 @@ LOOKS = {
     "shared": ("and one copy\nof the parameters", "tab:olive", "-"),
     "ddp": ("DDP", "tab:orange", "-"),
     "ddp_views": ("DDP, bucket views", "bisque", "-"),
+    "backend": ('backend "fastcomm"', "steelblue", "-"),
+    "backend_views": ('backend "fastcomm", views', "steelblue", "-"),
     "ddp_bf16": ("DDP, bfloat16", "peru", "-"),
     "gloo": ("Gloo", "tab:orange", "-"),
     "mpi": ("MPI", "tab:green", "-"),
@@ -55,11 +62,11 @@ LOOKS = {
     "local_sgd": ("LocalSGD", "tab:blue", "-"),
     "diloco": ("DiLoCo", "tab:green", "-"),
     "diloco_bf16": ("DiLoCo,\nbfloat16", "tab:cyan", "-"),
-    "backend": ('backend\n"fastcomm"', "steelblue", "-"),
     "copy": ("plain copy", "silver", "-"),
     "foreach": ("torch foreach", "tab:orange", "-"),
     "dense": ("torch flatten_dense", "bisque", "-"),
 }
+OWN = ("fastcomm", "backend", "backend_views")  # the first one there is what titles speak of
 REFERENCES = ("gloo", "nccl", "mpi")  # the first one there is what speed-ups are against
 TENSORS = {"comm": "comm.empty", "ordinary": "ordinary tensors"}
 
@@ -138,13 +145,20 @@ def _all_reduce(figure: Any, results: Mapping[str, Any]) -> None:
     lines = {}
     for peer in (name for name in LOOKS if name in rows[0]):
         times = [row[peer]["in_place"] for row in rows]
-        lines[peer] = [(t["quartiles_us"][0], t["time_us"], t["quartiles_us"][1]) for t in times]
+        lines[peer] = [spread_of(one) for one in times]
     on = " on GPUs" if results["device"] == "cuda" else ""
     figure.suptitle(
         f"all_reduce of {results['dtype']} in place, {results['op']}, {results['ranks']} ranks"
         f"{on}; fastcomm on {TENSORS[results['tensors']]}"
     )
     _over_size(figure.subplots(), [row["nbytes"] for row in rows], lines)
+
+
+def spread_of(time: Mapping[str, Any]) -> tuple[float, float, float]:
+    """Results of before 0.1 had no quartiles of the backend."""
+    middle = time["time_us"]
+    low, high = time.get("quartiles_us", (middle, middle))
+    return low, middle, high
 
 
 def _parts(figure: Any, results: Mapping[str, Any]) -> None:
@@ -183,9 +197,8 @@ def _label_speedups(axes: Any, sizes: Sequence[int], lines: Mapping[str, Line]) 
     reference = next((peer for peer in REFERENCES if peer in lines), None)
     if reference is None:
         return
-    for nbytes, (_, own, _), (_, its, _) in zip(
-        sizes, lines["fastcomm"], lines[reference], strict=True
-    ):
+    ours = lines.get("fastcomm") or lines["backend"]
+    for nbytes, (_, own, _), (_, its, _) in zip(sizes, ours, lines[reference], strict=True):
         axes.annotate(
             f"{number_text(its / own)}x",
             (nbytes, own),
@@ -221,25 +234,46 @@ def time_text(microseconds: float) -> str:
 
 
 def _step(figure: Any, results: Mapping[str, Any]) -> None:
-    """bench/step.py: one panel for each model."""
+    """bench/step.py: one panel for each model; or, if they were measured, the parts of it all."""
+    models = list(results["models"].values())
+    if models and "parts" in models[0]:
+        _overhead_in_parts(figure, models)
+        return
     on = "a GPU each" if results.get("device") == "cuda" else "CPU"
     figure.set_size_inches(9, 3.2)
-    models = list(results["models"].values())
     optimizer = models[0].get("optimizer", "sgd") if models else "sgd"
     figure.suptitle(
         f"One training step in milliseconds, {results['ranks']} ranks, {on}, {optimizer}"
     )
     part = figure.subfigures()  # its legend keeps off the line below
-    _panels(part, part.subplots(1, len(models), squeeze=False)[0], models, "ddp")
+    _panels(part, part.subplots(1, len(models), squeeze=False)[0], models)
 
 
-def _panels(
-    figure: Any, panels: Sequence[Any], models: Sequence[Mapping[str, Any]], peer: str
-) -> None:
+def _overhead_in_parts(figure: Any, models: Sequence[Mapping[str, Any]]) -> None:
+    """What all of fastcomm and each of its parts add, with their quartiles."""
+    rows = [
+        (f"{model['model'].partition(',')[0]}: {part}", added)
+        for model in models
+        for part, added in model["parts"].items()
+        if part != "all of DDP"
+    ][::-1]
+    middles = [added["ms"] for _, added in rows]
+    below = [added["ms"] - added["quartile_1_ms"] for _, added in rows]
+    above = [added["quartile_3_ms"] - added["ms"] for _, added in rows]
+    axes = figure.subplots()
+    axes.errorbar(middles, range(len(rows)), xerr=[below, above], fmt="o", capsize=3)
+    axes.axvline(0, color="grey", linewidth=0.8)
+    axes.set_yticks(range(len(rows)), [name for name, _ in rows])
+    axes.set_xlabel("ms added to a step, and quartiles")
+
+
+def _panels(figure: Any, panels: Sequence[Any], models: Sequence[Mapping[str, Any]]) -> None:
     for axes, model in zip(panels, models, strict=True):
         times = model["quartiles_ms"]
-        # of a sharded step no DDP is the peer, but the step without communication
-        own, other = ("fastcomm", peer) if peer in times else (list(times)[-1], "local")
+        own = next((way for way in OWN if way in times), list(times)[-1])
+        other = next((way for way in ("ddp", "ddp_views") if way in times), "local")
+        if other == "local":  # the peer of a sharded step
+            own = list(times)[-1]
         ratio = times[other][1] / times[own][1]
         name, _, batch = model["model"].partition(", ")
         bars = _bars(axes, times, [number_text(middle) for _, middle, _ in times.values()])
@@ -270,38 +304,17 @@ def _bars(axes: Any, times: Mapping[str, Sequence[float]], labels: Sequence[str]
     return bars
 
 
-def _backend(figure: Any, results: Mapping[str, Any]) -> None:
-    """bench/backend.py: time over size above, steps below, or one of the two."""
-    rows, models = results.get("all_reduce"), list(results.get("ddp", {}).values())
-    figure.set_size_inches(8, 4 * bool(rows) + 3.2 * bool(models))
-    parts = iter(figure.subfigures(bool(rows) + bool(models), 1, squeeze=False)[:, 0])
-    if rows:
-        part = next(parts)
-        part.suptitle(
-            f'dist.all_reduce of ordinary float32 tensors, backend "fastcomm" beside Gloo, '
-            f"{results['ranks']} ranks"
-        )
-        lines = {peer: [spread_of(row, peer) for row in rows] for peer in ("fastcomm", "gloo")}
-        _over_size(part.subplots(), [row["bytes"] for row in rows], lines)
-    if models:
-        part = next(parts)
-        part.suptitle("A training step under DDP, in milliseconds")
-        _panels(part, part.subplots(1, len(models), squeeze=False)[0], models, "gloo")
-
-
 def label(contender: str) -> str:
     return LOOKS[contender][0].replace("\n", " ")
 
 
-def spread_of(row: Mapping[str, Any], peer: str) -> tuple[float, float, float]:
-    """Results of before 0.1 had no quartiles here."""
-    middle = row[f"{peer}_us"]
-    low, high = row.get("quartiles_us", {}).get(peer, (middle, middle))
-    return low, middle, high
+def _network(figure: Any, results: Mapping[str, Any]) -> None:
+    """bench/network.py."""
+    (_between_hosts if results["part"] == "all_reduce" else _trained)(figure, results)
 
 
-def _hierarchical(figure: Any, results: Mapping[str, Any]) -> None:
-    """bench/hierarchical.py, with the link's own time as a line across each bar."""
+def _between_hosts(figure: Any, results: Mapping[str, Any]) -> None:
+    """An all-reduce, with the link's own time as a line across each bar."""
     rows = results["rows"]
     hosts = " + ".join(map(str, results["hosts"]))
     figure.suptitle(
@@ -327,11 +340,11 @@ def _hierarchical(figure: Any, results: Mapping[str, Any]) -> None:
     axes.legend(loc="upper right")
 
 
-def _syncs(figure: Any, results: Mapping[str, Any]) -> None:
-    """bench/syncs.py: the time of a step and what it sends; or the losses of all seeds."""
+def _trained(figure: Any, results: Mapping[str, Any]) -> None:
+    """The time of a step and what it sends; or the losses of all seeds."""
     rows = results["rows"]
     axes = figure.subplots()
-    if "rate" in results:
+    if results["part"] == "syncs":
         figure.suptitle(
             f"Two hosts, a link of {results['rate']}, syncs every {results['every']} steps"
         )
@@ -369,34 +382,6 @@ def _flatten(figure: Any, results: Mapping[str, Any]) -> None:
     axes.legend(ncols=len(ways))
 
 
-def _timeline(figure: Any, results: Mapping[str, Any]) -> None:
-    """bench/timeline.py: what recording adds to a step, with the interval that holds it."""
-    axes = figure.subplots()
-    rows = results["rows"]
-    for i, state in enumerate(("on", "off again")):
-        places = [number + 0.15 * (2 * i - 1) for number in range(len(rows))]
-        shares = [100 * row["cost_ms"][state] / row["step_ms"] for row in rows]
-        widths = [100 * row["half_width_ms"][state] / row["step_ms"] for row in rows]
-        axes.errorbar(shares, places, xerr=widths, fmt="o", capsize=3, label=state)
-    axes.axvline(0, color="grey", linewidth=0.8)
-    axes.set_yticks(range(len(rows)), [row["model"] for row in rows])
-    axes.set_xlabel("% of the step without a timeline")
-    axes.legend()
-
-
-def _overhead(figure: Any, results: Mapping[str, Any]) -> None:
-    """bench/overhead.py: what all of fastcomm and each of its parts add, with their quartiles."""
-    axes = figure.subplots()
-    rows = [row for row in results["rows"] if row["part"] != "all of DDP"][::-1]
-    middles = [row["ms"] for row in rows]
-    below = [row["ms"] - row["quartile_1_ms"] for row in rows]
-    above = [row["quartile_3_ms"] - row["ms"] for row in rows]
-    axes.errorbar(middles, range(len(rows)), xerr=[below, above], fmt="o", capsize=3)
-    axes.axvline(0, color="grey", linewidth=0.8)
-    axes.set_yticks(range(len(rows)), [f"{row['model']}: {row['part']}" for row in rows])
-    axes.set_xlabel("ms added to a step, and quartiles")
-
-
 def _compiled(figure: Any, results: Mapping[str, Any]) -> None:
     """bench/compiled.py: how far the backward is when the first bucket is launched."""
     axes = figure.subplots()
@@ -420,13 +405,9 @@ _PICTURES = {
     "allreduce": _all_reduce,
     "parts": _parts,
     "step": _step,
-    "backend": _backend,
-    "hierarchical": _hierarchical,
-    "syncs": _syncs,
+    "network": _network,
     "flatten": _flatten,
     "paper": paper_chart.draw,
-    "timeline": _timeline,
     "compiled": _compiled,
-    "overhead": _overhead,
     "elastic": _elastic,
 }

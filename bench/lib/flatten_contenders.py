@@ -8,7 +8,6 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from lib import cuda_clock, models
@@ -173,38 +172,3 @@ def copying(nbytes: int, n_copies: int, device: torch.device) -> list[Callable[[
         for _ in range(n_copies)
     ]
     return [partial(into.copy_, source) for into, source in pairs]
-
-
-def concatenating(places: list[Place]) -> list[Callable[[], object]] | None:
-    """CuPy's concatenate, where there is a CuPy that works and nothing is to be cast."""
-    try:
-        return try_concatenating(places)
-    except ImportError:
-        return None
-    except Exception as error:  # CuPy raises errors of many kinds
-        print(f"# cupy is not measured: {type(error).__name__}: {error}")
-        return None
-
-
-def try_concatenating(places: list[Place]) -> list[Callable[[], object]] | None:
-    """CuPy knows no bfloat16; the bytes are the same."""
-    import cupy
-
-    if places[0].tensors[0].dtype != places[0].flat.dtype or not places[0].flat.is_cuda:
-        return None
-    stream = cupy.cuda.ExternalStream(torch.cuda.current_stream().cuda_stream)
-
-    def concatenate(arrays: list[Any]) -> None:
-        with stream:
-            cupy.concatenate(arrays)
-
-    as_bits = {torch.bfloat16: torch.int16}
-    all_arrays = [
-        [
-            cupy.from_dlpack(tensor.view(-1).view(as_bits.get(tensor.dtype, tensor.dtype)))
-            for tensor in place.tensors
-        ]
-        for place in places
-    ]
-    concatenate(all_arrays[0])  # what fails does so here
-    return [partial(concatenate, arrays) for arrays in all_arrays]

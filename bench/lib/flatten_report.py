@@ -11,7 +11,7 @@ from typing import Any
 from lib import tables
 from lib.tables import Bar, Column, Times
 
-PEERS = ("with norm", "foreach", "dense", "per tensor", "cupy")
+PEERS = ("with norm", "foreach", "dense", "per tensor")
 
 SHARE_OF_COPY = {"fp32": 0.90, "bf16": 0.90, "fp32->bf16": 0.85}
 TIMES_PER_TENSOR, TINY_US, LAUNCH_US = 10.0, 15.0, 15.0
@@ -130,8 +130,7 @@ def print_legend() -> None:
         "torch._foreach_copy_ with views; dense:"
     )
     print(
-        "# torch._utils._flatten_dense_tensors (torch.cat) and back; per tensor: copy_, as DDP "
-        "does; cupy: concatenate, from the host"
+        "# torch._utils._flatten_dense_tensors (torch.cat) and back; per tensor: copy_, as DDP does"
     )
     print(f"# {tables.WIDE_NOTE}")
 

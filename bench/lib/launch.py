@@ -22,12 +22,12 @@ import time
 import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-# Importing torch on a busy machine takes its time; a call measures all rounds of a model, for some
+# Importing torch on a busy machine takes its time; a call measures all rounds of a model, for many
 # minutes if that is large.
-START_LIMIT = 120.0
-CALL_LIMIT = 600.0
+START_LIMIT = 240.0
+CALL_LIMIT = 3600.0
 # How long ranks that are told to end, or whose peer has failed, get to do so by themselves.
 GRACE = 5.0
 SOCKET_VARIABLE = "FASTCOMM_BENCH_SOCKET"
@@ -122,12 +122,12 @@ class Ranks:
             found[int(receive(connection))] = connection
         return [found[rank] for rank in range(self.world_size)]
 
-    def call(self, name: str, **arguments: object) -> list[Any]:
-        """Runs the method `name` on every rank at the same time and returns what they return, by
+    def call(self, method: str, /, **arguments: object) -> list[Any]:
+        """Runs this method on every rank at the same time and returns what they return, by
         rank. Raises RanksError.
         """
         for connection in self._connections:
-            send(connection, [name, arguments])
+            send(connection, [method, arguments])
         answers: dict[int, Any] = {}
         deadline = time.monotonic() + CALL_LIMIT
         while len(answers) < self.world_size:
@@ -142,11 +142,11 @@ class Ranks:
             if not ready:
                 late = ", ".join(map(str, waiting))
                 raise RanksError(
-                    f"{self.name}: no answer from rank {late} to {name} in {CALL_LIMIT:.0f} s"
+                    f"{self.name}: no answer from rank {late} to {method} in {CALL_LIMIT:.0f} s"
                 )
             for rank, connection in waiting.items():
                 if connection in ready:
-                    answers[rank] = self._answer(connection, rank, name)
+                    answers[rank] = self._answer(connection, rank, method)
         return [answers[rank] for rank in range(self.world_size)]
 
     def _answer(self, connection: socket.socket, rank: int, name: str) -> Any:
@@ -212,12 +212,6 @@ def die_with_parent() -> None:
     ever. prctl(2), Linux only.
     """
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
-def become_ranks(ranks: int) -> NoReturn:
-    """Becomes a launcher of this script and these arguments, on so many ranks."""
-    run = ("-m", "fastcomm", "run", "--plain", "--threads=1", f"--ranks={ranks}")
-    os.execv(sys.executable, [sys.executable, *run, *sys.argv])
 
 
 def exit_on_sigterm() -> None:

@@ -1,6 +1,6 @@
-"""How the benchmarks report: the options that all of them take, where results go, the bar that says
-how far a run has come, and what a way costs over another in the same rounds. This file measures
-nothing. Figures and tables are tables.py's; pictures are chart.py's.
+"""How the benchmarks report: the options that all of them take, where results go, and the bar that
+says how far a run has come. This file measures nothing. Figures and tables are tables.py's;
+pictures are chart.py's.
 
 With --report the results become a page by page.py.
 """
@@ -12,7 +12,6 @@ import importlib.util
 import json
 import os
 import shlex
-import statistics
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -25,34 +24,13 @@ from lib.page import Results
 STDOUT = Path("-")
 INSTALL = "pip install 'fastcomm[bench]'"
 # Options that count something.
-COUNTS = ("ranks", "steps", "rounds", "pairs", "seeds", "every")
+COUNTS = ("ranks", "steps", "rounds", "seeds", "every")
 # Of these the results tell how they were measured; the others say where they go.
 OUTPUTS = ("--json", "--plot", "--report")
 
 UNITS = {"G": 2**30, "M": 2**20, "K": 2**10}
 
 T = TypeVar("T")
-
-
-def added(samples: Mapping[str, Sequence[float]], base: str, way: str) -> float:
-    """The median over rounds of what `way` takes more than `base`: what slows a whole round does
-    not count.
-    """
-    return statistics.median(differences(samples, base, way))
-
-
-def differences(samples: Mapping[str, Sequence[float]], base: str, way: str) -> list[float]:
-    """By round, what `way` takes more than `base`."""
-    return [a - b for a, b in zip(samples[way], samples[base], strict=True)]
-
-
-def overheads(samples: Mapping[str, Sequence[float]], base: str) -> dict[str, float]:
-    """What every other way takes more than `base`: see added()."""
-    return {way: added(samples, base, way) for way in samples if way != base}
-
-
-def rounded(figures: Mapping[str, float], digits: int = 3) -> dict[str, float]:
-    return {name: round(value, digits) for name, value in figures.items()}
 
 
 def tracked(items: Sequence[T], what: str, *, shown: bool = True) -> Iterator[T]:

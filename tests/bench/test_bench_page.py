@@ -30,7 +30,7 @@ def results_of(name: str) -> dict[str, Any]:
 
 
 def test_the_page_shows_a_picture_the_machine_and_the_command_of_each(page: ModuleType) -> None:
-    results = [results_of(name) for name in ("step-weighted", "paper-fig7-shm", "timeline")]
+    results = [results_of(name) for name in ("step-weighted", "paper-fig7-shm", "elastic")]
     written = page.write(results)
     sections = ElementTree.fromstring(written.partition("\n")[2]).findall("body/section")
     assert len(sections) == len(results)

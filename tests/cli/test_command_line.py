@@ -23,10 +23,10 @@ BENCH = ROOT / "bench"
 # of benchmarks; gpu-summary.json tells how a run of ci/gpu.sh went
 RESULTS = sorted(set(BENCH.glob("results/*.json")) - {BENCH / "results" / "gpu-summary.json"})
 BENCHMARKS = (
-    *("all", "allreduce", "step", "backend", "hierarchical", "flatten", "paper"),
-    *("syncs", "compiled", "elastic", "parts"),
-    *("timeline", "overhead"),
+    *("all", "allreduce", "step", "network", "flatten", "paper"),
+    *("compiled", "elastic", "parts"),
 )
+SCRIPTS = {name: f"{name}.py" for name in BENCHMARKS} | {"paper": "lab/paper.py"}
 
 
 class Replaced(Exception):
@@ -78,7 +78,10 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> dict[str, ModuleType]:
     """Scripts of bench/, which find bench/lib by name, and libraries."""
     monkeypatch.syspath_prepend(str(BENCH))
     libraries = ("report", "tables", "chart")
-    scripts = {name: importlib.import_module(name) for name in BENCHMARKS}
+    scripts = {
+        name: importlib.import_module("lab.paper" if name == "paper" else name)
+        for name in BENCHMARKS
+    }
     return scripts | {name: importlib.import_module(f"lib.{name}") for name in libraries}
 
 
@@ -142,7 +145,7 @@ def test_run_asks_for_a_script_and_not_for_its_arguments(console: Console) -> No
 @pytest.mark.parametrize(
     "arguments, command",
     [
-        *((("bench", name, "--json", "x"), (f"{name}.py", "--json", "x")) for name in BENCHMARKS),
+        *((("bench", name, "--json", "x"), (SCRIPTS[name], "--json", "x")) for name in BENCHMARKS),
         (("bench", "step", "--help"), ("step.py", "--help")),
         (("bench", "--report", "x.html"), ("all.py", "--report", "x.html")),
         (("tune", "--model", "mlp", "--help"), ("tune.py", "--model", "mlp", "--help")),
@@ -293,11 +296,11 @@ def test_results_tell_the_command_that_measures_them_again(
 
 @pytest.fixture
 def in_no_time(bench: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """bench/all.py, whose benchmarks write what is committed; but the one of Gloo fails."""
+    """bench/all.py, whose benchmarks write what is committed; but the one of steps fails."""
 
     def run(name: str, arguments: list[str]) -> tuple[int, str]:
         committed = sorted(BENCH.glob(f"results/{name}-2ranks*.json"))
-        return (1, "") if name == "backend" else (0, committed[0].read_text())
+        return (1, "") if name == "step" else (0, committed[0].read_text())
 
     monkeypatch.setattr(bench["all"], "run", run)
     monkeypatch.setattr(bench["chart"], "inline", lambda results, name: "<svg></svg>")
@@ -310,11 +313,8 @@ def test_all_writes_one_page_of_what_was_measured_and_says_what_failed(
     pytest.importorskip("matplotlib")
     page, both = tmp_path / "report.html", tmp_path / "all.json"
     status, out, err = console("--report", str(page), "--json", str(both), of=in_no_time)
-    assert status == 1 and "failed, see above: backend" in err and "three minutes" in out
-    assert [results["benchmark"] for results in json.loads(both.read_text())] == [
-        "allreduce",
-        "step",
-    ]
+    assert status == 1 and "failed, see above: step" in err and "three minutes" in out
+    assert [results["benchmark"] for results in json.loads(both.read_text())] == ["allreduce"]
     again = tmp_path / "again.html"
     console.prints("--from", str(both), "--report", str(again), of=in_no_time)
     assert again.read_text() == page.read_text()

@@ -1,22 +1,19 @@
-"""The pictures of bench/paper.py: fastcomm and DDP, with the paper's own numbers beside them where
-we have any. Measures nothing.
-"""
+"""The pictures of paper.py: fastcomm and DDP side by side. Measures nothing."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 COLORS = {"local": "silver", "fastcomm": "tab:blue", "ddp": "tab:orange", "gloo": "tab:orange"}
 LABELS = {"local": "no communication", "fastcomm": "fastcomm", "ddp": "DDP", "gloo": "Gloo"}
 PARTS = ("forward", "backward", "exposed communication", "optimizer")
 SHADES = dict(zip(PARTS, ("gainsboro", "silver", "tab:red", "dimgray"), strict=True))
-WIRES = {"shm": "one host", "nccl": "on GPUs"}
 
 
 def draw(figure: Any, results: Mapping[str, Any]) -> None:
     name = results["figure"]
-    wire = WIRES.get(results["wire"], f"links of {results['rate']}")
+    wire = "one host" if results["wire"] == "shm" else f"links of {results['rate']}"
     if results.get("delay_ms"):
         wire += f" and {results['delay_ms']:g} ms"
     number = name.removeprefix("fig")
@@ -69,9 +66,7 @@ def _line(
 
 
 def _parts(figure: Any, results: Mapping[str, Any]) -> None:
-    """Stacked parts, each contender's step without overlap taken as 1; last what overlap saves,
-    beside the paper's.
-    """
+    """Stacked parts, each contender's step without overlap taken as 1; last what overlap saves."""
     models = results["models"]
     part, panels = _panels(figure, len(models) + 1)
     for axes, model in zip(panels, models.values(), strict=False):
@@ -86,14 +81,10 @@ def _parts(figure: Any, results: Mapping[str, Any]) -> None:
         for row in model["rows"]
         if "saved" in row
     ]
-    bars += [
-        (f"paper: {number['what'].rpartition('overlap, ')[2]}", number["value"], "gray")
-        for number in results["paper"]["numbers"]
-    ]
     names, heights, colors = zip(*bars[::-1], strict=True)
     drawn = axes.barh(names, heights, color=colors)
     axes.bar_label(drawn, fmt="%.0f", padding=2, fontsize=7)
-    axes.set_title("saved by overlap, %\n(the paper's: its speedup)", fontsize=7)
+    axes.set_title("saved by overlap, %", fontsize=7)
     axes.margins(x=0.2)
 
 
@@ -118,7 +109,7 @@ def _stack(axes: Any, rows: Sequence[Mapping[str, Any]]) -> None:
 def _sizes(figure: Any, results: Mapping[str, Any]) -> None:
     """Latency over bucket size, as boxes would show it: median and quartiles."""
     part, panels = _panels(figure, len(results["models"]))
-    for axes, (name, model) in zip(panels, results["models"].items(), strict=True):
+    for axes, model in zip(panels, results["models"].values(), strict=True):
         _title(axes, model)
         local = next(row for row in model["rows"] if row["who"] == "local")
         axes.axhline(local["ms"][1], color=COLORS["local"], label=LABELS["local"])
@@ -127,22 +118,10 @@ def _sizes(figure: Any, results: Mapping[str, Any]) -> None:
             places = range(len(rows))
             _line(axes, places, [row["ms"] for row in rows], who)
             axes.set_xticks(places, [f"{row['bucket_mb']:g}" for row in rows])
-        _best_of_the_paper(axes, name, [row["bucket_mb"] for row in rows], results)
         axes.set_ylim(bottom=0)
         axes.set_xlabel("bucket size (MB); 0: a bucket for each gradient")
     panels[0].set_ylabel("ms per step")
     _legend(part, panels[0])
-
-
-def _best_of_the_paper(
-    axes: Any, model: str, sizes: Sequence[float], results: Mapping[str, Any]
-) -> None:
-    for number in results["paper"]["numbers"]:
-        if model in number["what"].lower():
-            low, high = (sizes.index(size) for size in number["value"])
-            axes.axvspan(
-                low, high, color="tab:green", alpha=0.12, label="best in the paper, over NCCL"
-            )
 
 
 def _every(figure: Any, results: Mapping[str, Any]) -> None:
@@ -159,34 +138,6 @@ def _every(figure: Any, results: Mapping[str, Any]) -> None:
     _legend(part, panels[0])
 
 
-def _losses(figure: Any, results: Mapping[str, Any]) -> None:
-    part, panels = _panels(figure, len(results["settings"]))
-    for axes, setting in zip(panels, results["settings"], strict=True):
-        axes.set_title(f"batch {setting['batch']}, learning rate {setting['lr']}", fontsize=7)
-        for number, (every, curve) in enumerate(setting["curves"].items()):
-            # Thinner and thinner: where curves meet, all of them are seen.
-            axes.plot(*zip(*curve, strict=True), label=f"every {every}", linewidth=4 - number)
-        axes.set_xlabel("iteration")
-        axes.grid(alpha=0.3)
-    panels[0].set_ylabel(f"loss, smoothed over {results['window']} iterations")
-    _legend(part, panels[0])
-
-
-def _streams(figure: Any, results: Mapping[str, Any]) -> None:
-    def name_of(row: Mapping[str, Any]) -> str:
-        return f"rr{row['streams']}" if row["who"] == "fastcomm" else LABELS[row["who"]]
-
-    _bars(figure, results, name_of, "ms per step; rr: communicators in turn")
-
-
-def _dtypes(figure: Any, results: Mapping[str, Any]) -> None:
-    def name_of(row: Mapping[str, Any]) -> str:
-        who, dtype = row["who"], row["dtype"] or "float32"
-        return LABELS[who] if who == "local" else f"{LABELS[who]}\n{dtype}"
-
-    _bars(figure, results, name_of, "ms per step")
-
-
 def _bests(figure: Any, results: Mapping[str, Any]) -> None:
     """What each contender adds at its best bucket size, of what DDP adds."""
     _, panels = _panels(figure, len(results["models"]))
@@ -200,35 +151,29 @@ def _bests(figure: Any, results: Mapping[str, Any]) -> None:
     panels[0].set_ylabel("added to a step, DDP = 1")
 
 
-def _bars(
-    figure: Any,
-    results: Mapping[str, Any],
-    name_of: Callable[[Mapping[str, Any]], str],
-    unit: str,
-) -> None:
+def _dtypes(figure: Any, results: Mapping[str, Any]) -> None:
     _, panels = _panels(figure, len(results["models"]))
     for axes, model in zip(panels, results["models"].values(), strict=True):
         _title(axes, model)
         rows = model["rows"]
-        names = [name_of(row) for row in rows]
-        middles = [row["ms"][1] for row in rows]
+        names = [LABELS[row["who"]] for row in rows]
+        dtypes = ["" if row["who"] == "local" else row["dtype"] or "float32" for row in rows]
+        low, middles, high = zip(*(row["ms"] for row in rows), strict=True)
         whiskers = [
-            [row["ms"][1] - row["ms"][0] for row in rows],
-            [row["ms"][2] - row["ms"][1] for row in rows],
+            [middle - least for middle, least in zip(middles, low, strict=True)],
+            [most - middle for middle, most in zip(middles, high, strict=True)],
         ]
-        axes.bar(names, middles, yerr=whiskers, color=[COLORS[row["who"]] for row in rows])
+        labels = list(map("\n".join, zip(names, dtypes, strict=True)))
+        axes.bar(labels, middles, yerr=whiskers, color=[COLORS[row["who"]] for row in rows])
         axes.tick_params(axis="x", labelsize=6)
-    panels[0].set_ylabel(unit)
+    panels[0].set_ylabel("ms per step")
 
 
 _PICTURES = {
     "fig2": _all_reduce,
     "fig6": _parts,
     "fig7": _sizes,
-    "fig8": _sizes,
     "fig10": _every,
-    "fig11": _losses,
-    "fig12": _streams,
     "wires": _dtypes,
     "hosts": _bests,
 }

@@ -1,0 +1,1 @@
+"""The laboratory: experiments of the paper on torch DDP, repeated."""
