@@ -82,19 +82,6 @@ def test_an_async_all_reduce_does_not_wait_for_anybody(ranks, world_size):
     assert ranks(world_size, _launch_before_the_other_comes, time.monotonic_ns()) == [10_000] * 2
 
 
-@over(2, shm=(2, 3))
-@on_ranks()
-def test_a_blocking_collective_may_follow_an_async_one(comm):
-    for where in places_of(comm):
-        shards = shards_of(torch.float32, comm.world_size, 5000)
-        tensor = placed(comm, where, shards[comm.rank])
-        work = comm.all_reduce(tensor, async_op=True)
-        check_all_reduce(comm, 70_000, where=where)
-        comm.barrier()
-        work.wait()
-        assert_reduced(comm, tensor, shards, "sum")
-
-
 @pytest.mark.parametrize("order", ["in order", "backwards"])
 @over(2, 3)
 @on_ranks()

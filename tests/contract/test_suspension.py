@@ -56,16 +56,6 @@ def test_a_suspended_job_goes_on(transport, world_size):
     values_of(new_ranks(transport, world_size, _reduce_in_a_suspended_job))
 
 
-def _meet_in_a_suspended_job(place):
-    _suspend(0, 1, place=place)
-    communicator(place, timeout=TIMEOUT).barrier()
-
-
-@over(2, nccl=(), hierarchical=())
-def test_ranks_that_are_suspended_while_they_meet_go_on(transport, world_size):
-    values_of(new_ranks(transport, world_size, _meet_in_a_suspended_job))
-
-
 def _reduce_by_the_backend_in_a_suspended_job(place):
     process_groups.start(place, TIMEOUT)
     dist.barrier()

@@ -19,9 +19,3 @@ CONVERSION(f32, e4m3)
 CONVERSION(f32, e5m2)
 CONVERSION(e4m3, f32)
 CONVERSION(e5m2, f32)
-
-#ifdef FASTCOMM_BYTE_INSTRUCTIONS
-extern "C" int saturated(float value) {
-    return mt_saturated_e5m2s_of_floats(value, 0);
-}
-#endif

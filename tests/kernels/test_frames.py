@@ -180,13 +180,6 @@ def test_a_launch_without_tiles_publishes_zeros(emulator):
     assert statistics.records.tobytes() == bytes(statistics.records.nbytes)
 
 
-def test_lanes_that_never_meet_are_an_error(library):
-    """Of a block of 48 lanes the second warp has 16, which shuffle with 32."""
-    message = "block 0, lane 0 is in __syncthreads for ever: lane 32 is in a shuffle"
-    with pytest.raises(AssertionError, match=message):
-        norm(Emulator(library, 48), [ordinary(torch.float32, 5000)], "f32", n_blocks=1)
-
-
 # The order of memory
 
 

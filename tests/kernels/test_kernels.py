@@ -317,14 +317,6 @@ def test_flatten_scales_in_place(kernels, grad, past):
     flat.check_guards()
 
 
-@pytest.mark.parametrize("n_blocks", [1, 2, 7, 64])
-def test_copies_do_not_depend_on_the_grid(kernels, n_blocks):
-    values = ordinary(torch.float32, 20 * TILE + 5)
-    flat = Arena(torch.bfloat16, [values.numel()], [0])
-    flatten(kernels, [values], flat, "f32", "bf16", 0.3, n_blocks=n_blocks)
-    assert_same(flat.tensors[0], cast(values, torch.bfloat16, 0.3))
-
-
 # Statistics
 
 

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import time
 
 import pytest
 
 from tests.support.outcomes import RankError
-from tests.support.ranks import fresh_ranks, torchrun_env
 
 
 def _rank(comm):
@@ -29,12 +26,6 @@ def _raise(comm):
 def _hang_on_rank_1(comm):
     if comm.rank == 1:
         time.sleep(1000)
-
-
-def _kill_rank_1(place):
-    if place.rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return os.environ.get("RANK")
 
 
 def test_a_failure_shows_what_happened_on_every_rank(ranks):
@@ -62,9 +53,3 @@ def test_a_rank_that_hangs_is_killed_and_shown_with_its_stack(ranks):
     with pytest.raises(RankError, match=r"(?s)rank 1 had not answered.*in _hang_on_rank_1"):
         ranks(2, _hang_on_rank_1, timeout=2)
     assert ranks(2, _rank) == [0, 1]
-
-
-def test_fresh_ranks_say_how_they_ended():
-    survivor, victim = fresh_ranks(2, _kill_rank_1, env=torchrun_env(2))
-    assert (survivor.kind, survivor.value, survivor.exitcode) == ("returned", "0", 0)
-    assert (victim.kind, victim.exitcode) == ("died", -signal.SIGKILL)

@@ -231,25 +231,11 @@ class Exchange:
         rows: Tensor | None = None,
         factors: Sequence[float] | None = None,
     ) -> None:
-        if rows is None and flat.nbytes <= SMALL_NBYTES:
+        """Of a small tensor: each rank gets everything, and computes it for itself."""
+        if rows is None:
             rows = flat.new_empty(self._world_size, flat.numel())
             self.all_gather(rows, flat)
-        if rows is not None:
-            # each rank computes it for itself
-            flat.copy_(with_one_nan(reduce_rows(rows, op, factors)))
-            return
-        shard = max(1, CHUNK_NBYTES // flat.element_size() // self._world_size)
-        for chunk in flat.split(shard * self._world_size):
-            self._all_reduce_chunk(chunk, op, factors)
-
-    def _all_reduce_chunk(self, flat: Tensor, op: str, factors: Sequence[float] | None) -> None:
-        padding = -flat.numel() % self._world_size
-        whole = torch.cat([flat, flat.new_zeros(padding)]) if padding else flat
-        part = flat.new_empty(whole.numel() // self._world_size)
-        self.reduce_scatter(part, whole, op, factors=factors)
-        self.all_gather(whole, part)
-        if padding:
-            flat.copy_(whole[: flat.numel()])
+        flat.copy_(with_one_nan(reduce_rows(rows, op, factors)))
 
     def reduce_scatter(
         self,

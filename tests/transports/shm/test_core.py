@@ -62,10 +62,10 @@ def check(shards, op):
         assert_same_bits(shard, expected)
 
 
-@pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
+    op=st.sampled_from(OPS),
     n=st.integers(1, 9),
     numel=st.one_of(st.integers(0, 200), st.integers(200, 5000)),
     seed=st.integers(0, 2**32),
