@@ -114,10 +114,7 @@ def _connect_all(
     """Makes the communicator of ranks that have met. Returns the ranks of this host, too."""
     with _told_to_all(bootstrap):
         neighbours = _neighbours(bootstrap, backend, place)
-        if neighbours.backend == "nccl":
-            comm: Transport = _connect_on_cuda(bootstrap, timeout, place, neighbours)
-        else:
-            comm = _connect_on_cpu(bootstrap, timeout, neighbours)
+        comm = _communicator(bootstrap, neighbours, place, timeout)
         if group is None:  # else the store is the group's
             bootstrap.finish()
         # the store may live in one of the ranks: it must not go before all have read from it
@@ -153,10 +150,9 @@ def connect(
     _answer_others()
     with _told_to_all(bootstrap):
         neighbours = _neighbours(bootstrap, "auto", device)
-        if neighbours.backend == "nccl":
-            return _connect_on_cuda(bootstrap, timeout, device, neighbours), neighbours.ranks
-        comm = _connect_on_cpu(bootstrap, timeout, neighbours)
-        _warn_of_threads(comm, neighbours.ranks)
+        comm = _communicator(bootstrap, neighbours, device, timeout)
+        if device.type == "cpu":
+            _warn_of_threads(comm, neighbours.ranks)
         return comm, neighbours.ranks
 
 
@@ -248,22 +244,13 @@ class _Neighbours(NamedTuple):
     hosts: list[list[int]]  # the ranks of every host
 
 
-def _connect_on_cuda(
-    bootstrap: StoreBootstrap,
-    timeout: timedelta,
-    device: torch.device,
-    neighbours: _Neighbours,
-) -> NcclCommunicator:
-    """Makes the communicator on `device`, once the ranks have met."""
-    place = bootstrap.rank, bootstrap.world_size, neighbours.local_rank
-    return NcclCommunicator(*place, bootstrap, timeout, device, neighbours.ranks)
-
-
-def _connect_on_cpu(
-    bootstrap: StoreBootstrap, timeout: timedelta, neighbours: _Neighbours
+def _communicator(
+    bootstrap: StoreBootstrap, neighbours: _Neighbours, device: torch.device, timeout: timedelta
 ) -> Transport:
-    """Makes the communicator on the CPU, once the ranks have met."""
+    """Makes the communicator, once the ranks have met."""
     place = bootstrap.rank, bootstrap.world_size, neighbours.local_rank
+    if neighbours.backend == "nccl":
+        return NcclCommunicator(*place, bootstrap, timeout, device, neighbours.ranks)
     if neighbours.backend == "shm":
         away = [r for r in range(bootstrap.world_size) if r not in neighbours.ranks]
         if away:

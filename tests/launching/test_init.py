@@ -68,8 +68,8 @@ def _init_on_cuda(monkeypatch, n_visible, local_rank, **options):
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: made_current.append(str(device)))
     monkeypatch.setattr(
         rendezvous,
-        "_connect_on_cuda",
-        lambda bootstrap, timeout, device, *_: _Connected(device),
+        "NcclCommunicator",
+        lambda *of_rank: _Connected(of_rank[5]),
     )
     if local_rank is not None:
         monkeypatch.setenv("LOCAL_RANK", local_rank)
