@@ -410,28 +410,19 @@ class ProcessGroup(dist.ProcessGroup):
         return self._by_engine("reduce", tensors[0], tensors, opts)
 
     def gather(
-        self,
-        outputs: list[list[Tensor]],
-        inputs: list[Tensor],
-        opts: Any = _GATHER,
+        self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = _GATHER
     ) -> c10d.Work:
         self._count()
         return self._by_engine("gather", inputs[0], outputs, inputs, opts)
 
     def scatter(
-        self,
-        outputs: list[Tensor],
-        inputs: list[list[Tensor]],
-        opts: Any = _SCATTER,
+        self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = _SCATTER
     ) -> c10d.Work:
         self._count()
         return self._by_engine("scatter", outputs[0], outputs, inputs, opts)
 
     def allgather_coalesced(
-        self,
-        outputs: list[list[Tensor]],
-        inputs: list[Tensor],
-        opts: Any = _ALL_GATHER,
+        self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = _ALL_GATHER
     ) -> c10d.Work:
         self._count()
         return self._by_engine("allgather_coalesced", inputs[0], outputs, inputs, opts)
@@ -470,9 +461,7 @@ class ProcessGroup(dist.ProcessGroup):
         return Finished(outputs)
 
     def monitored_barrier(
-        self,
-        timeout: timedelta | None = None,
-        wait_all_ranks: bool = False,
+        self, timeout: timedelta | None = None, wait_all_ranks: bool = False
     ) -> None:
         self._count()
         self._gloo.monitored_barrier(timeout or self._timeout, wait_all_ranks)

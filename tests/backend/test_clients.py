@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import textwrap
 
 import pytest
 import torch
@@ -16,7 +15,6 @@ from torch.nn.parallel import DistributedDataParallel
 import fastcomm
 from tests.support import process_groups
 from tests.support.bodies import my_place
-from tests.support.forked_python import python
 from tests.support.models import (
     Transformer,
     assert_same_parameters,
@@ -177,36 +175,3 @@ def test_a_checkpoint_is_saved_and_loaded(comm):
     checkpoint.load(state, checkpoint_id=folder)
     other.load_state_dict(state)
     assert_same_parameters(model, other)
-
-
-@on_ranks(2)
-def test_a_function_of_the_all_reduce_has_gradients(comm):
-    from torch.distributed.nn.functional import all_reduce
-
-    world()
-    tensor = values(comm).requires_grad_()
-    (all_reduce(tensor) * (comm.rank + 1)).sum().backward()
-    assert torch.equal(tensor.grad, torch.full((12,), 3.0))
-
-
-TRAINING_SCRIPT = """
-    import torch, torch.distributed as dist, fastcomm
-    from torch.nn.parallel import DistributedDataParallel
-    dist.init_process_group("fastcomm")
-    model = DistributedDataParallel(torch.nn.Linear(4, 2))
-    model(torch.ones(3, 4) * dist.get_rank()).sum().backward()
-    gradient = model.module.weight.grad[0, 0].item()
-    assert gradient == 1.5, gradient
-    del model
-    dist.destroy_process_group()
-"""
-
-
-def test_a_script_under_torchrun_trains(tmp_path):
-    script = tmp_path / "train.py"
-    script.write_text(textwrap.dedent(TRAINING_SCRIPT))
-    done = python(
-        *["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", script],
-        env={"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stderr

@@ -27,61 +27,35 @@ HERE = bootstrap.host_identity()
 SOON = timedelta(seconds=0.01)
 
 
-def second_of_two(store: Any) -> bootstrap.StoreBootstrap:
-    return bootstrap.StoreBootstrap(store, 1, 2, SOON)
+TOLD = "what rank 1 has got from rank "
+# By key of the store: what lies there, and what rank 1 may say when it is damaged.
+MET = {
+    "1/0": ({"pid": 7, "cores": [0, 1]}, (TOLD,)),
+    "1/all": (['{"pid": 7, "cores": [0]}'] * 17, (TOLD,)),
+    "claim/1": (
+        [7, HERE],
+        ("was given to two processes", "the claim to rank 1 in the store cannot be read: "),
+    ),
+    "world_size": (2, ("rank 1 was started with world_size", TOLD)),
+    "failed": ("rank 0 failed", ("",)),
+}
 
 
-@settings(max_examples=100, deadline=None)
-@given(damaged_json({"pid": 7, "cores": [0, 1]}))
-def test_a_damaged_value_of_another_rank_names_that_rank(value):
+@settings(max_examples=200, deadline=None)
+@given(st.sampled_from(sorted(MET)), st.data())
+def test_ranks_that_meet_say_what_is_damaged(key, data):
+    real, words = MET[key]
     store = HashStore()
-    store.set("1/0", value)
+    store.set("1/0", json.dumps(MET["1/0"][0]))
+    store.set(key, data.draw(damaged_json(real)))
     form = {"pid": messages.PID, "cores": [messages.NUMBER]}
     try:
-        seen, _ = second_of_two(store).exchange({"pid": 8, "cores": [1]}, form)
+        met = bootstrap.StoreBootstrap(store, 1, 17 if key == "1/all" else 2, SOON)
+        seen = met.exchange({"pid": 8, "cores": [1]}, form)[0]
     except InitError as error:
-        assert str(error).startswith("what rank 1 has got from rank 0 cannot be read: ")
+        assert any(one in str(error) for one in words)
     else:
         assert 0 < seen["pid"] < 2**31
-
-
-@settings(max_examples=60, deadline=None)
-@given(damaged_json(["host 0"] * 17))
-def test_damaged_values_that_rank_0_has_collected_name_it(values):
-    store = HashStore()
-    store.set("1/all", values)
-    met = bootstrap.StoreBootstrap(store, 1, 17, SOON)
-    try:
-        assert len(met.exchange("host 0", str)) == 17
-    except InitError as error:
-        assert str(error).startswith("what rank 1 has got from rank 0 cannot be read: ")
-
-
-@settings(max_examples=60, deadline=None)
-@given(damaged_json([7, HERE]))
-def test_a_damaged_claim_to_a_rank_is_an_error(claim):
-    store = HashStore()
-    store.set("claim/1", claim)
-    try:
-        second_of_two(store)
-    except InitError as error:
-        told = "was given to two processes", "the claim to rank 1 in the store cannot be read: "
-        assert any(one in str(error) for one in told)
-
-
-@pytest.mark.parametrize("number", [b"\xff", b"two", b"9" * 99])
-def test_a_damaged_number_of_ranks_is_shown(number):
-    store = HashStore()
-    store.set("world_size", number)
-    with pytest.raises(InitError, match="was started with world_size 2, another rank with"):
-        second_of_two(store)
-
-
-def test_a_failure_in_no_known_encoding_is_still_one():
-    store = HashStore()
-    store.set("failed", b"rank 0 failed: \xff")
-    with pytest.raises(InitError, match="rank 0 failed: "):
-        second_of_two(store).exchange(1, int)
 
 
 @settings(max_examples=60, deadline=None)

@@ -24,8 +24,6 @@ from tests.support.outcomes import Outcome, values_of
 from tests.support.ranks import fresh_ranks, torchrun_env
 from tests.support.transports import EVERY_TRANSPORT, environment_of
 
-pytestmark = pytest.mark.parametrize("backend", EVERY_TRANSPORT)
-
 
 def _ranks(backend: str, n: int, body: Any, *args: Any) -> list[Outcome]:
     env = [environment_of(backend, rank) for rank in range(n)]
@@ -58,7 +56,10 @@ def _outlive(place: Place, victims: list[int]) -> list[tuple[int, int, float]]:
     return seen
 
 
-@pytest.mark.parametrize("victims", [[0], [1, 0], [2, 1]])
+@pytest.mark.parametrize(
+    "backend, victims",
+    [("shm", [0]), ("shm", [2, 1]), *((backend, [1, 0]) for backend in EVERY_TRANSPORT)],
+)
 def test_the_ranks_that_are_left_meet_anew(backend, victims):
     left = list(range(3))
     for victim in victims:
@@ -105,7 +106,9 @@ def _completed(comm: Any, n_ranks: int) -> Any:
     return comm
 
 
-@pytest.mark.parametrize("victim", [0, 2])
+@pytest.mark.parametrize(
+    "backend, victim", [("shm", 2), *((backend, 0) for backend in EVERY_TRANSPORT)]
+)
 def test_a_process_is_taken_in_and_has_the_rank_of_the_lost_one(backend, victim):
     seen = values_of(_ranks(backend, 4, _take_in, victim), victim)
     ranks = [*(rank for rank in range(3) if rank != victim), victim]
@@ -131,7 +134,10 @@ def _die_while_meeting(place: Place, where: str) -> tuple[int, int, float]:
     return comm.rank, comm.world_size, _sum(comm)
 
 
-@pytest.mark.parametrize("where", ["_decide", "connect_members"])
+@pytest.mark.parametrize(
+    "backend, where",
+    [("shm", "_decide"), *((backend, "connect_members") for backend in EVERY_TRANSPORT)],
+)
 def test_a_rank_may_be_lost_while_they_meet(backend, where):
     """Before it has written down who takes part, or after."""
     seen = values_of(_ranks(backend, 4, _die_while_meeting, where), 0, 1)
@@ -156,8 +162,8 @@ def _come_too_late(place: Place) -> tuple[int, int, float]:
     return comm.rank, comm.world_size, _sum(comm)
 
 
-def test_a_rank_that_comes_too_late_joins_the_next_meeting(backend):
-    seen = values_of(_ranks(backend, 4, _come_too_late), 0)
+def test_a_rank_that_comes_too_late_joins_the_next_meeting():
+    seen = values_of(fresh_ranks(4, _come_too_late), 0)
     assert seen == [(0, 3, 6.0), (1, 3, 6.0), (2, 3, 6.0)]
 
 
@@ -169,7 +175,7 @@ def _lose_the_server(place: Place) -> Any:
     comm = communicator(place, init_method="env://")
     comm.barrier()
     if comm.rank == 0:
-        time.sleep(0.5)
+        time.sleep(0.1)
         leave(place, comm, "killed")
     _lose_a_peer(comm)
     return comm
@@ -189,19 +195,13 @@ def _lose_its_host(place: Place) -> str:
     return str(caught.value)
 
 
-def _at_a_server(backend: str, n: int, body: Any) -> list[Any]:
-    env = [
-        environment_of(backend, rank) | variables for rank, variables in enumerate(torchrun_env(n))
-    ]
-    return values_of(fresh_ranks(n, body, transport=backend, env=env), 0)
+def test_another_rank_of_the_host_serves_the_store_when_its_server_is_gone():
+    outcomes = fresh_ranks(3, _outlive_the_server, env=torchrun_env(3))
+    assert values_of(outcomes, 0) == [(0, 2, 3.0), (1, 2, 3.0)]
 
 
-def test_another_rank_of_the_host_serves_the_store_when_its_server_is_gone(backend):
-    assert _at_a_server(backend, 3, _outlive_the_server) == [(0, 2, 3.0), (1, 2, 3.0)]
-
-
-def test_a_store_that_is_gone_with_its_host_is_an_error_that_says_so(backend):
-    (seen,) = _at_a_server(backend, 2, _lose_its_host)
+def test_a_store_that_is_gone_with_its_host_is_an_error_that_says_so():
+    (seen,) = values_of(fresh_ranks(2, _lose_its_host, env=torchrun_env(2)), 0)
     assert "is gone with the process that has served it" in seen
 
 
@@ -226,17 +226,17 @@ def _wait_in_vain(place: Place) -> str:
     return "missing: rank "
 
 
-def test_a_rank_that_nobody_takes_in_does_not_go_on_alone(backend):
-    seen = values_of(_ranks(backend, 4, _wait_in_vain), 0)
+def test_a_rank_that_nobody_takes_in_does_not_go_on_alone():
+    seen = values_of(fresh_ranks(4, _wait_in_vain), 0)
     assert all("missing: rank " in one for one in seen)
 
 
-def test_a_note_for_another_process_is_not_taken_for_ones_own(backend, monkeypatch):
+def test_a_note_for_another_process_is_not_taken_for_ones_own(monkeypatch):
     """Who comes between the look at those who wait and the note for them waits once more."""
     store = HashStore()
     point = bootstrap.MeetingPoint(urlparse("env://"), store)
     other = membership.Member(1, None, os.getpid() + 1, bootstrap.host_identity())
-    meeting = membership.Meeting("prefix", 1, backend, 2, 2, [other])
+    meeting = membership.Meeting("prefix", 1, "shm", 2, 2, [other])
 
     def connect(met: bootstrap.StoreBootstrap, _: str) -> Any:
         if not store.check(["fastcomm/0/ranks/0/taken in"]):
@@ -247,4 +247,4 @@ def test_a_note_for_another_process_is_not_taken_for_ones_own(backend, monkeypat
     monkeypatch.delenv("TORCHELASTIC_RESTART_COUNT", raising=False)
     met = point.bootstrap(1, 2, timedelta(seconds=5))
     with pytest.raises(InterruptedError, match="1"):
-        membership.arrive(met, connect, backend, timedelta(seconds=5))
+        membership.arrive(met, connect, "shm", timedelta(seconds=5))
