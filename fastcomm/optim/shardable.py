@@ -1,12 +1,20 @@
-"""What a ShardedOptimizer can shard: which classes of optimizers, and of whose model."""
+"""What a ShardedOptimizer can shard: which classes of optimizers, of whose model, in which
+parameter groups. Also what ranks compare of the groups.
+"""
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.nn import Parameter
 from torch.optim import Optimizer
 
+from fastcomm.errors import FastcommError
+from fastcomm.reducer import validation
 from fastcomm.reducer.features.compatibility import Feature, check
 from fastcomm.reducer.features.shards import Sharding
 from fastcomm.reducer.reducer import Reducer
@@ -66,3 +74,124 @@ def misuse(given: object) -> TypeError:
         "ShardedOptimizer() takes a Reducer, the class of an optimizer, and options for it; got "
         f"{given if isinstance(given, type) else f'{type(given).__name__} object'}"
     )
+
+
+# -- parameter groups ------------------------------------------------------------------------------
+
+
+def listed(params: Iterable[Any]) -> list[Any]:
+    """The parameters, or groups of them. Raises TypeError for anything but an iterable."""
+    if not isinstance(params, Iterable):
+        raise TypeError(
+            f"params must be parameters, or groups of them; got {params!r} (options go by name: "
+            "lr=1e-3)"
+        )
+    return list(params)
+
+
+def refuse_groups(groups: list[dict[str, Any]], named: dict[str, Parameter]) -> None:
+    """Raises ValueError for parameters that are missing, or not the reducer's."""
+    given = {parameter for group in groups for parameter in group["params"]}
+    for name, parameter in named.items():
+        if parameter not in given:
+            raise ValueError(
+                f"parameter {name} is in no group: give it to the optimizer, or freeze it and call "
+                "refresh()"
+            )
+        if parameter.is_complex():
+            raise ValueError(
+                f"parameter {name} is {parameter.dtype}: ShardedOptimizer steps real parameters. "
+                "Make it of pairs, by torch.view_as_real(), or use the plain optimizer"
+            )
+        if validation.grad_dtype(parameter) != parameter.dtype:
+            raise ValueError(
+                f"parameter {name} is {parameter.dtype} and its gradient is not: ShardedOptimizer "
+                "takes gradients of the parameters' dtype"
+            )
+    known = set(named.values())
+    for parameter in given:
+        if parameter.requires_grad and parameter not in known:
+            raise ValueError(
+                f"a parameter of shape {tuple(parameter.shape)} is not in the reducer's model: "
+                "attach() that model, and give only its parameters"
+            )
+
+
+def refuse_shared_memory(tensors: Iterable[tuple[str, Tensor]]) -> None:
+    """Raises ValueError for a trainable parameter that lies where another tensor of the model does:
+    a ShardedOptimizer moves parameters into memory of its own, each for itself.
+    """
+    placed = [(*_span(tensor), name, tensor) for name, tensor in tensors if tensor.numel()]
+    before: list[tuple[int, str, Tensor]] = []  # those that may reach into the next one
+    for begin, end, name, tensor in sorted(placed, key=operator.itemgetter(0)):
+        before = [one for one in before if one[0] > begin]
+        for _, other, earlier in before:
+            is_moved = earlier.requires_grad or tensor.requires_grad
+            if other != name and is_moved and _share_elements(earlier, tensor):
+                raise ValueError(
+                    f"{other} and {name} lie in the same memory, and ShardedOptimizer would part "
+                    "them: make them one parameter (b.weight = a.weight), or clone one of them"
+                )
+        before.append((end, name, tensor))
+
+
+def _span(tensor: Tensor) -> tuple[int, int]:
+    """The addresses between which its elements lie."""
+    begin = tensor.data_ptr()
+    last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return begin, begin + (last + 1) * tensor.element_size()
+
+
+def _share_elements(first: Tensor, second: Tensor) -> bool:
+    """Whether some byte belongs to both. Columns of one matrix lie between each other's, and share
+    none.
+    """
+    (begin, end), (second_begin, second_end) = _span(first), _span(second)
+    n_octets = max(end, second_end) - min(begin, second_begin)
+    taken = torch.zeros(n_octets, dtype=torch.bool, device="cpu")
+
+    def octets(tensor: Tensor) -> Tensor:
+        size, offset = tensor.element_size(), tensor.data_ptr() - min(begin, second_begin)
+        strides = [stride * size for stride in tensor.stride()]
+        return taken.as_strided([*tensor.shape, size], [*strides, 1], offset)
+
+    octets(first).fill_(True)
+    return bool(octets(second).any())
+
+
+def places(groups: list[dict[str, Any]], named: Iterable[tuple[str, Parameter]]) -> dict[str, Any]:
+    """Where the named parameters stand in the groups, as ranks compare it: a parameter's number in
+    a state means the same on all ranks only if that is equal.
+    """
+    names = {parameter: name for name, parameter in named}
+    found: dict[str, Any] = {"the number of groups": len(groups)}
+    for i, group in enumerate(groups):
+        found[f"the number of parameters in group {i}"] = len(group["params"])
+        for j, parameter in enumerate(group["params"]):
+            if parameter in names:
+                found[f"the place of parameter {names[parameter]}"] = f"group {i}, index {j}"
+    return found
+
+
+def members(groups: list[dict[str, Any]]) -> list[list[Parameter]]:
+    """The parameters of each group."""
+    return [list(group["params"]) for group in groups]
+
+
+def have(groups: list[dict[str, Any]], parameters: list[list[Parameter]]) -> bool:
+    """Whether the groups have these parameters, in their order."""
+    return len(groups) == len(parameters) and all(
+        len(group["params"]) == len(own) and all(map(operator.is_, group["params"], own))
+        for group, own in zip(groups, parameters, strict=True)
+    )
+
+
+def refuse_unreduced(strangers: list[Parameter]) -> None:
+    """Raises FastcommError if one of these, which no bucket has, is to be stepped."""
+    for parameter in strangers:
+        if parameter.requires_grad and parameter.grad is not None:
+            raise FastcommError(
+                f"a parameter of shape {tuple(parameter.shape)} in the groups of the "
+                "ShardedOptimizer has a gradient that nobody reduces: it is not in the reducer's "
+                "model, or came there after the last refresh()"
+            )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,13 +21,12 @@ from fastcomm.comm.abandonment import note_abandoned
 from fastcomm.comm.transport import Transport
 from fastcomm.errors import FastcommError, MismatchError
 from fastcomm.insight.phases import OPTIMIZER, OTHER, WAITING
-from fastcomm.optim import checkpoints, param_groups, shardable
+from fastcomm.optim import checkpoints, shardable
 from fastcomm.optim.checkpoints import Part, Saved, State, options_of, pieces_of
 from fastcomm.reducer import validation
 from fastcomm.reducer.bucket import Bucket
 from fastcomm.reducer.features import shards, torch_helpers
-from fastcomm.reducer.features.sharded_by import ShardedBy
-from fastcomm.reducer.features.shards import BucketShard, Sharding
+from fastcomm.reducer.features.shards import BucketShard, ShardedBy, Sharding
 from fastcomm.reducer.owners import owner_of
 from fastcomm.reducer.reducer import Reducer
 
@@ -128,12 +127,12 @@ class ShardedOptimizer(Optimizer):
                 "share_parameters": self.sharding.shares_parameters,
             }
             shardable.refuse(self._class, self._defaults, reducer, self.sharding)
-            groups = list(named.values()) if params is None else param_groups.listed(params)
+            groups = list(named.values()) if params is None else shardable.listed(params)
             plain = self._class(groups, **self._defaults)
-            param_groups.refuse(plain.param_groups, named)
+            shardable.refuse_groups(plain.param_groups, named)
             buffers = model.named_buffers() if isinstance(model, Module) else ()
-            param_groups.refuse_shared_memory([*reducer.named_parameters(), *buffers])
-            described |= param_groups.places(plain.param_groups, reducer.named_parameters())
+            shardable.refuse_shared_memory([*reducer.named_parameters(), *buffers])
+            described |= shardable.places(plain.param_groups, reducer.named_parameters())
             described |= checkpoints.options_in_words(plain.param_groups)
         return plain
 
@@ -266,7 +265,7 @@ class ShardedOptimizer(Optimizer):
     def _use(self, inner: Optimizer) -> None:
         """inner: of the groups as they are now."""
         self._inner = inner
-        self._members = param_groups.members(self.param_groups)
+        self._members = shardable.members(self.param_groups)
         self._strangers = [p for p in self._parameters() if p not in self._parts]
 
     def _remake_inner(self) -> None:
@@ -299,9 +298,9 @@ class ShardedOptimizer(Optimizer):
         if self.reducer.skipped:
             return loss
         try:
-            if not param_groups.have(self.param_groups, self._members):  # edited by hand
+            if not shardable.have(self.param_groups, self._members):  # edited by hand
                 self._remake_inner()
-            param_groups.refuse_unreduced(self._strangers)
+            shardable.refuse_unreduced(self._strangers)
             for bucket in self._buckets:
                 _shard_of(bucket).begin_step(bucket)
             if not self.comm.has_streams:
@@ -400,7 +399,7 @@ class ShardedOptimizer(Optimizer):
         validation.compare(self.comm, None, self._places(), validation.REFRESH._replace(name=call))
 
     def _places(self) -> dict[str, Any]:
-        return param_groups.places(self.param_groups, self.reducer.named_parameters())
+        return shardable.places(self.param_groups, self.reducer.named_parameters())
 
     def load_full_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes the state of full_state_dict(), from any number of ranks, or of the plain
@@ -471,23 +470,11 @@ def _shard_of(bucket: Bucket) -> BucketShard:
     return bucket.shard
 
 
-class _Pieces(Mapping[Tensor, State]):
+class _Pieces(dict[Tensor, State]):
     """A state by pieces, to be read. The functions of torch.distributed.checkpoint.state_dict ask
     first whether there is one. They would look for the model's parameters in it, take shards for
     whole tensors, and step an optimizer that has none.
     """
-
-    def __init__(self, state: Mapping[Tensor, State]) -> None:
-        self._state = dict(state)
-
-    def __getitem__(self, piece: Tensor) -> State:
-        return self._state[piece]
-
-    def __iter__(self) -> Iterator[Tensor]:
-        return iter(self._state)
-
-    def __len__(self) -> int:
-        return len(self._state)
 
     def __bool__(self) -> bool:
         raise FastcommError(

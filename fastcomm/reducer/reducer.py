@@ -52,8 +52,7 @@ from fastcomm.reducer.features.join import Join, T, is_joining
 from fastcomm.reducer.features.local_steps import LocalSteps
 from fastcomm.reducer.features.observer import RoundObserver, is_profiled
 from fastcomm.reducer.features.progress import Stateful
-from fastcomm.reducer.features.sharded_by import ShardedBy, Stepper
-from fastcomm.reducer.features.shards import Sharding
+from fastcomm.reducer.features.shards import ShardedBy, Sharding, Stepper
 from fastcomm.reducer.features.skip import Skipping
 from fastcomm.reducer.features.weights import Weighting
 from fastcomm.reducer.guards import Guards
