@@ -45,8 +45,8 @@ class Counting(Lion):
 Make = Callable[[], nn.Module]
 Kind = tuple[type[torch.optim.Optimizer], dict[str, Any]]
 KINDS: dict[str, Kind] = {
-    **{name: OPTIMIZERS[name] for name in ("AdamW", "AdamW fused", "AdamW foreach", "Adafactor")},
-    **{name: OPTIMIZERS[name] for name in ("Adam amsgrad", "SGD", "SGD momentum", "NAdam", "ASGD")},
+    **{name: OPTIMIZERS[name] for name in ("AdamW", "Adam amsgrad", "Adafactor", "NAdam", "ASGD")},
+    **{name: OPTIMIZERS[name] for name in ("SGD", "SGD momentum")},
     "Adagrad": (torch.optim.Adagrad, {"lr": 0.01, "initial_accumulator_value": 0.1}),
     "Counting": (Counting, {}),
 }
@@ -178,23 +178,21 @@ def asked(one: Plain, way: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("way", ["by number", "as objects"])
 def test_any_number_of_ranks_reads_what_another_has_written(ranks, tmp_path, way):
-    for n_writers, n_readers in ((4, 2), (4, 1), (1, 4)):
-        folder = tmp_path / f"{n_writers}"
-        if not folder.exists():
-            ranks(n_writers, _writes, KINDS["AdamW"], folder, way)
-        ranks(n_readers, _reads, KINDS["AdamW"], folder, way)
+    for n_writers, n_readers in ((3, 2), (2, 3)):
+        ranks(n_writers, _writes, KINDS["AdamW"], tmp_path / f"{n_writers}", way)
+        ranks(n_readers, _reads, KINDS["AdamW"], tmp_path / f"{n_writers}", way)
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", [name for name in KINDS if not name.startswith("AdamW")])
 def test_of_every_class(ranks, tmp_path, name):
-    ranks(4, _writes, KINDS[name], tmp_path, "by number")
+    ranks(3, _writes, KINDS[name], tmp_path, "by number")
     ranks(2, _reads, KINDS[name], tmp_path, "by number")
 
 
 @pytest.mark.parametrize("make", [net_of_16_bits, odd_net])
 def test_of_other_models(ranks, tmp_path, make):
     ranks(2, _writes, KINDS["AdamW"], tmp_path, "by number", make)
-    ranks(4, _reads, KINDS["AdamW"], tmp_path, "by number", make)
+    ranks(3, _reads, KINDS["AdamW"], tmp_path, "by number", make)
 
 
 def _writes(comm: Any, kind: Kind, folder: Path, way: str, make: Make = net) -> None:

@@ -21,7 +21,7 @@ from tests.support.models import (
     mlp,
     replica_of,
 )
-from tests.support.own_steps import NESTEROV, adamw, step
+from tests.support.own_steps import NESTEROV, adamw, sgd, step, training
 from tests.support.ranks import on_ranks
 from tests.support.transports import EVERY_TRANSPORT
 
@@ -62,10 +62,8 @@ def assert_close(model, other, rtol=1e-5, atol=1e-6):
 @pytest.mark.parametrize("every", [1, 3])
 @on_ranks(2)
 def test_local_sgd_averages_the_parameters(comm, every, buckets):
-    model = mlp()
+    model, reducer, optimizer = training(comm, **buckets)
     alone = Alone(model, comm.world_size)
-    optimizer = adamw(model)
-    reducer = fastcomm.Reducer(comm, **buckets).attach(model)
     with fastcomm.LocalSGD(reducer, every=every) as syncs:
         for i in range(1, 6):
             alone.step(i)
@@ -82,10 +80,8 @@ def test_local_sgd_averages_the_parameters(comm, every, buckets):
 @every_transport
 @on_ranks(2)
 def test_diloco_steps_where_ranks_sync_and_where_sync_is_called(comm):
-    model = mlp()
+    model, reducer, optimizer = training(comm, **SMALL_BUCKETS)
     alone = Alone(model, comm.world_size)
-    optimizer = adamw(model)
-    reducer = fastcomm.Reducer(comm, **SMALL_BUCKETS).attach(model)
     syncs = fastcomm.DiLoCo(reducer, torch.optim.SGD, every=3, **NESTEROV)
     for i in range(1, 7):
         alone.step(i)
@@ -114,10 +110,8 @@ def test_diloco_steps_where_ranks_sync_and_where_sync_is_called(comm):
 )
 @on_ranks(2)
 def test_pseudo_gradients_travel_in_the_wire_dtype(comm, wire_dtype):
-    model = mlp()
+    model, reducer, optimizer = training(comm, wire_dtype=wire_dtype)
     alone = Alone(model, comm.world_size)
-    optimizer = adamw(model)
-    reducer = fastcomm.Reducer(comm, wire_dtype=wire_dtype).attach(model)
     largest = 0.0
     with fastcomm.DiLoCo(reducer, torch.optim.SGD, every=2, lr=1.0):
         for i in range(1, 5):
@@ -160,9 +154,7 @@ def test_buffers_stay_own_until_they_are_averaged(comm):
 @on_ranks(2)
 def test_steps_before_and_after_are_those_of_all_ranks(comm):
     """As post-local SGD has it; with gradients that stay in the flat buffers."""
-    model = mlp()
-    reducer = fastcomm.Reducer(comm).attach(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, reducer, optimizer = training(comm, sgd)
     backward(model, comm.rank)
     optimizer.step()
     reducer.check_in_sync()
@@ -224,9 +216,7 @@ class _EarlyStop(Exception):
 @on_ranks(2)
 def test_an_exception_that_leaves_the_block_ends_it(comm):
     """Caught outside by all ranks, whose parameters differ by then."""
-    model = mlp()
-    reducer = fastcomm.Reducer(comm).attach(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, reducer, optimizer = training(comm, sgd)
     with (
         pytest.raises(_EarlyStop),
         fastcomm.DiLoCo(reducer, torch.optim.SGD, every=2, **NESTEROV) as syncs,

@@ -18,7 +18,6 @@ from fastcomm.reducer.round import Round
 from tests.support.bodies import Interrupted
 from tests.support.models import (
     SMALL_BUCKETS,
-    Heads,
     assert_gradients,
     assert_same_parameters,
     backward,
@@ -28,7 +27,7 @@ from tests.support.models import (
     mlp,
     replica_of,
 )
-from tests.support.own_steps import NESTEROV, adamw, step
+from tests.support.own_steps import NESTEROV, adamw, sgd, step, training
 from tests.support.ranks import on_ranks
 from tests.support.transports import EVERY_TRANSPORT
 
@@ -60,9 +59,7 @@ def test_steps_of_several_optimizers_count_as_one(comm):
 
 @on_ranks(2)
 def test_a_step_that_grad_scaler_leaves_out_is_counted_by_hand(comm):
-    model = mlp()
-    reducer = fastcomm.Reducer(comm).attach(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, reducer, optimizer = training(comm, sgd)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     with fastcomm.LocalSGD(reducer, every=2) as syncs:
         for i in range(4):
@@ -102,35 +99,11 @@ def test_a_closure_with_several_backwards_is_one_step(comm):
         assert_same_parameters(model, alone[comm.rank])
 
 
-@on_ranks(2)
-def test_frozen_parameters_and_groups_are_as_without(comm):
-    model = Heads(3)
-    model.trunk.weight.requires_grad_(False)
-    frozen = model.trunk.weight.clone()
-    reducer = fastcomm.Reducer(comm).attach(model)
-    groups = [{"params": model.trunk.parameters()}, {"params": model.heads.parameters(), "lr": 1}]
-    optimizer = torch.optim.SGD(groups, lr=0.1)
-    alone = [replica_of(model) for _ in range(2)]
-    for rank, replica in enumerate(alone):
-        loss_of(replica, rank, 0, rank).backward()  # each rank uses another head, and none the last
-        torch.optim.SGD(replica.trunk.parameters(), lr=0.1).step()
-        torch.optim.SGD(replica.heads.parameters(), lr=1).step()
-    with fastcomm.LocalSGD(reducer, every=1):
-        loss_of(model, comm.rank, 0, comm.rank).backward()
-        optimizer.step()
-    for name, parameter in model.named_parameters():
-        mean = sum(replica.get_parameter(name) for replica in alone) / 2
-        torch.testing.assert_close(parameter, mean)
-    assert torch.equal(model.trunk.weight, frozen)
-
-
 @pytest.mark.parametrize("every", [1, 2])
 @on_ranks(2)
 def test_what_was_made_alone_is_no_accumulation_afterwards(comm, every):
     """With every=1 the end of the block finds nothing to sync, which would begin anew."""
-    model = mlp()
-    reducer = fastcomm.Reducer(comm).attach(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, reducer, optimizer = training(comm, sgd)
     with fastcomm.LocalSGD(reducer, every=every):
         backward(model, comm.rank)
         optimizer.step()
@@ -336,9 +309,7 @@ def test_between_syncs_no_collective_is_called(comm):
 @every_transport
 @on_ranks(2)
 def test_different_numbers_of_steps_are_an_error_on_all_ranks(comm):
-    model = mlp()
-    reducer = fastcomm.Reducer(comm).attach(model)
-    optimizer = adamw(model)
+    model, reducer, optimizer = training(comm)
     syncs = fastcomm.LocalSGD(reducer, every=4)
     for i in range(3 - comm.rank):
         step(model, optimizer, comm.rank, i)
@@ -362,9 +333,7 @@ def test_different_numbers_of_steps_are_an_error_on_all_ranks(comm):
 @every_transport
 @on_ranks(2)
 def test_a_sync_that_fails_changes_nothing(comm):
-    model = mlp()
-    reducer = fastcomm.Reducer(comm, **SMALL_BUCKETS).attach(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, reducer, optimizer = training(comm, sgd, **SMALL_BUCKETS)
     syncs = fastcomm.DiLoCo(reducer, torch.optim.SGD, every=2, **NESTEROV)
     step(model, optimizer, comm.rank, 0)
     optimizer.zero_grad()
@@ -399,9 +368,7 @@ def test_a_sync_that_fails_changes_nothing(comm):
 @every_transport
 @on_ranks(2)
 def test_a_reducer_that_is_detached_takes_its_syncs_along(comm):
-    model = mlp()
-    reducer = fastcomm.Reducer(comm).attach(model)
-    optimizer = adamw(model)
+    model, reducer, optimizer = training(comm)
     syncs = fastcomm.DiLoCo(reducer, torch.optim.SGD, every=2, **NESTEROV)
     for i in range(2):
         step(model, optimizer, comm.rank, i)
@@ -418,9 +385,7 @@ def test_a_reducer_that_is_detached_takes_its_syncs_along(comm):
 
 @on_ranks(2)
 def test_a_sync_that_is_not_applied_ends_training(comm):
-    model = mlp()
-    reducer = fastcomm.Reducer(comm).attach(model)
-    optimizer = adamw(model)
+    model, reducer, optimizer = training(comm)
     syncs = fastcomm.DiLoCo(reducer, torch.optim.SGD, every=1, **NESTEROV)
     at_first = copy.deepcopy((model.state_dict(), syncs.state_dict()))
     if comm.rank == 1:
@@ -469,9 +434,7 @@ PARTS = {
 @pytest.mark.parametrize("where", PARTS)
 @on_ranks(2)
 def test_an_interrupted_sync_is_applied_all_the_same(comm, where):
-    model = mlp()
-    reducer = fastcomm.Reducer(comm, **SMALL_BUCKETS).attach(model)
-    optimizer = adamw(model)
+    model, reducer, optimizer = training(comm, **SMALL_BUCKETS)
     is_dropped = where == "comparing"  # nothing was launched yet
     with fastcomm.DiLoCo(reducer, torch.optim.SGD, every=2, **NESTEROV) as syncs:
         step(model, optimizer, comm.rank, 0)
