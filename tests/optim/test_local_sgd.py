@@ -186,9 +186,8 @@ def test_a_run_that_is_resumed_has_the_same_bits(comm):
     options = {"every": 4, **NESTEROV}
 
     def begin():
-        model = mlp()
-        reducer = fastcomm.Reducer(comm, **SMALL_BUCKETS).attach(model)
-        return model, adamw(model), fastcomm.DiLoCo(reducer, torch.optim.SGD, **options)
+        model, reducer, optimizer = training(comm, **SMALL_BUCKETS)
+        return model, optimizer, fastcomm.DiLoCo(reducer, torch.optim.SGD, **options)
 
     model, optimizer, syncs = begin()
     for i in range(1, 12):

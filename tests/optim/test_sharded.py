@@ -230,7 +230,6 @@ def negate_twice(model):
     "move", [share, put_elsewhere, negate_twice], ids=lambda move: move.__name__
 )
 @pytest.mark.parametrize("whose", ["rank 0", "all"])
-@every_transport
 @on_ranks(2)
 def test_parameters_that_were_moved_go_on_training(comm, move, whose):
     model = mlp()

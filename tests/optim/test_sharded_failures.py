@@ -28,8 +28,11 @@ every_transport = pytest.mark.transports(*EVERY_TRANSPORT)
 
 
 @on_ranks(2)
-def test_a_copy_is_refused(comm):
+def test_copies_and_hooks_of_one_ranks_pieces_are_refused(comm):
     pair = Pair(comm, mlp(), torch.optim.SGD, {"lr": 0.1})
+    for name in ("state_dict_pre", "state_dict_post", "load_state_dict_pre"):
+        with pytest.raises(FastcommError, match="calls no hooks when its state is saved"):
+            getattr(pair.sharded, f"register_{name}_hook")(print)
     for make_copy in (copy.deepcopy, pickle.dumps):
         with pytest.raises(TypeError, match=r"save its full_state_dict\(\)"):
             make_copy(pair.sharded)
@@ -182,6 +185,8 @@ def test_a_step_that_raises_on_the_way_mixes_the_state(comm, mends):
         model.load_state_dict(saved[1])
         reducer.refresh()
     else:
+        with pytest.raises(FastcommError, match=r"load_full_state_dict\(\)"):
+            optimizer.state = dict(pair.plain.state)
         optimizer.state = pair.plain.state = defaultdict(dict)
         reducer.refresh()  # with rank 0's parameters
         pair.models[0].load_state_dict(model.state_dict())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import re
-from collections import defaultdict
 
 import pytest
 import torch
@@ -63,14 +62,6 @@ def test_a_state_of_fewer_ranks(comm, buckets):
         optimizer.load_state_dict(plain.state_dict())
     assert pair.sharded.param_groups[0]["lr"] == 0.01
     pair.train(first=STEPS)
-
-
-@on_ranks(2)
-def test_hooks_of_the_state_are_refused(comm):
-    pair = Pair(comm, mlp(), torch.optim.SGD, {"lr": 0.1})
-    for name in ("state_dict_pre", "state_dict_post", "load_state_dict_pre"):
-        with pytest.raises(FastcommError, match="calls no hooks when its state is saved"):
-            getattr(pair.sharded, f"register_{name}_hook")(print)
 
 
 @on_ranks(2)
@@ -159,18 +150,6 @@ def test_the_state_that_a_frozen_parameter_begins_with_is_kept(comm, buckets):
         model.zero_grad()
         reducer.refresh()
     pair.train(first=STEPS)
-
-
-@on_ranks(2)
-def test_an_empty_state_may_be_assigned(comm, buckets):
-    pair = Pair(comm, mlp(), torch.optim.AdamW, {"lr": 0.01}, **buckets)
-    pair.train()
-    with pytest.raises(FastcommError, match=r"load_full_state_dict\(\)"):
-        pair.sharded.state = dict(pair.plain.state)
-    pair.plain.state = defaultdict(dict)
-    pair.sharded.state = {}
-    pair.train(first=STEPS)
-    assert pair.sharded.full_state_dict()["state"][0]["step"] == STEPS
 
 
 @on_ranks(2)

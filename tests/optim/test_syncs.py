@@ -232,10 +232,8 @@ def test_ranks_do_not_begin_to_step_alone_inside_a_join(comm):
 @every_transport
 @on_ranks(2)
 def test_a_state_that_differs_between_ranks_is_refused_on_all(comm):
-    model = mlp()
-    reducer = fastcomm.Reducer(comm).attach(model)
+    model, reducer, optimizer = training(comm)
     syncs = fastcomm.DiLoCo(reducer, torch.optim.SGD, every=4, lr=0.5, momentum=0.9)
-    optimizer = adamw(model)
     for i in range(4):
         step(model, optimizer, comm.rank, i)
     saved = copy.deepcopy(syncs.state_dict())
@@ -290,15 +288,13 @@ def test_a_state_that_one_rank_alone_loads_is_an_error_on_both(comm):
 
 @on_ranks(2)
 def test_between_syncs_no_collective_is_called(comm):
-    model = mlp()
-    optimizer = adamw(model)
+    model, reducer, optimizer = training(comm)
 
     def count():
         with pytest.raises(MismatchError) as caught:
             comm.all_reduce(torch.zeros(1 + comm.rank))
         return int(re.search(r"number (\d+)", str(caught.value))[1])
 
-    reducer = fastcomm.Reducer(comm).attach(model)
     with fastcomm.LocalSGD(reducer, every=10):
         before = count()
         for i in range(9):

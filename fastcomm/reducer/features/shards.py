@@ -286,22 +286,17 @@ class Stepper(Protocol):
     is_torn: bool  # a step has failed, and the ranks' parameters may differ
 
     def places_at_refresh(self) -> dict[str, Any]:
-        """The parameters' places in its groups, which the ranks compare. Raises FastcommError if
-        this rank holds gradients that would be lost, or a state that would not fit.
-        """
+        """What the ranks compare. Raises FastcommError for what this rank would lose, or mix."""
 
     def gather_state(self) -> None:
         """The buckets are about to go: gathers the optimizer's state. Collective."""
 
     def compare_state(self) -> None:
-        """For check_in_sync(). Collective. Raises MismatchError, on every rank, where ranks that
-        step one parameter have states of different steps.
-        """
+        """For check_in_sync(). Collective. Raises MismatchError for states of different steps."""
 
     def take_buckets(self, buckets: Sequence[Bucket]) -> None:
         """These are the buckets from now on: takes back the state. Collective. Raises ValueError
-        for a trainable parameter without a group, or of another shape than its state;
-        FastcommError on the other ranks.
+        for a parameter without a group, or of another shape than its state.
         """
 
 
