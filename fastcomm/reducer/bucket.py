@@ -31,8 +31,6 @@ from fastcomm.reducer.validation import grad_dtype, misfit_in_slot
 if TYPE_CHECKING:
     from fastcomm.reducer.features.shards import BucketShard
 
-# Gets a flat buffer, the gradients in it, and their offsets.
-Binding = Callable[[Tensor, list[Tensor], list[int]], BoundBucket]
 # Gets the names of parameters, and their gradients.
 Inspection = Callable[[Sequence[str], Sequence[Tensor]], None]
 
@@ -51,15 +49,16 @@ class Bucket(Counter):
         comm: Transport,
         layout: BucketLayout,
         named: Sequence[tuple[str, Parameter]],
-        bind: Binding,
+        bind: Callable[..., BoundBucket],
         *,
         numel: int,
         is_copied: bool,
         n_rounds: int,
     ) -> None:
-        """named: the parameters, among which the layout has chosen. bind: makes what
-        reduces the flat buffer. numel: of that, without what is behind the gradients. is_copied: a
-        copy travels, in another dtype. n_rounds: how many of the reducer's have ended.
+        """named: the parameters, among which the layout has chosen. bind: makes what reduces the
+        flat buffer, of that, the gradients in it, and their offsets. numel: of the flat buffer,
+        without what is behind the gradients. is_copied: a copy travels, in another dtype. n_rounds:
+        how many of the reducer's have ended.
         """
         own = [named[slot.index] for slot in layout.slots]
         self.dtype = layout.dtype  # of the flat buffer, in which complex gradients lie as pairs
@@ -108,7 +107,7 @@ class Bucket(Counter):
         self._staying: dict[int, Tensor] = {}
         self._held: dict[int, Tensor] | None = None  # the latter, once they have been looked for
         self._taken: set[int] = set()  # slots whose .grad a dropped round has set to None
-        self.count_anew(len(named))
+        self.expect_gradients(len(named))
 
     def _view(self, i: int) -> Tensor:
         return view_of(self.flat, *self.geometries[i], self._dtypes[i])
@@ -555,7 +554,7 @@ class Bucket(Counter):
         self._emptied.clear()
         self._staying.clear()
         self.gradient_state.begin_period()
-        self.count_anew(len(self.views))
+        self.expect_gradients(len(self.views))
 
     def drop_gradients(self) -> None:
         """Leaves the parameters without gradients."""

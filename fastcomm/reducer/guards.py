@@ -79,7 +79,7 @@ class Guards:
                 self.refusal
                 or "unfrozen, or new in the model, since attach(), and not reduced: "
                 f"{', '.join(strangers.values())}. Call refresh() on every rank after such a "
-                "change; and make the optimizer anew if parameters were replaced, as "
+                "change; and make a new optimizer if parameters were replaced, as "
                 "load_state_dict(assign=True) does"
             )
 

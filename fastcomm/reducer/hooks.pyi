@@ -23,7 +23,7 @@ class Counter:
     n_pending: int
     first: int
     gradient_state: GradientState
-    def count_anew(self, n: int) -> None: ...
+    def expect_gradients(self, n: int) -> None: ...
 
 class GradientHook:
     def __init__(

@@ -56,7 +56,7 @@ cdef class Counter:
     cdef public Py_ssize_t n_pending
     cdef public object gradient_state  # has the method note_unsynced
 
-    def count_anew(self, Py_ssize_t n):
+    def expect_gradients(self, Py_ssize_t n):
         """Starts again with n gradients, none of them ready."""
         self.ready, self.n_pending = [False] * n, n
 

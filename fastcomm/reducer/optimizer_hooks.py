@@ -96,7 +96,7 @@ class StepRecord:
             "gradients after backward or parameters by itself. check_in_sync() names the first "
             "that differs; refresh() copies rank 0's; or"
             "\n- optimizers whose states differ, as after LocalSGD: check_in_sync(optimizer) names "
-            "what differs. Make the optimizer anew on every rank, or load one rank's state_dict() "
+            "what differs. Make a new optimizer on every rank, or load one rank's state_dict() "
             "on all, and call refresh()"
         )
 
@@ -190,7 +190,7 @@ def refuse_replaced(
     by_name, present = dict(now), {id(parameter) for _, parameter in now}
     for name, parameter in before:
         if name in by_name and id(parameter) not in present:
-            why = f"parameter {name} is not in the model any more: make the optimizer anew"
+            why = f"parameter {name} is not in the model any more: make a new optimizer"
             refuse_step(parameter, why, by_name[name])
 
 

@@ -13,6 +13,7 @@ and keep the one with which the slowest rank's steps have taken least.
 from __future__ import annotations
 
 import enum
+import functools
 import itertools
 import math
 import statistics
@@ -21,14 +22,13 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-from torch import Tensor
 
 from fastcomm.comm.collective import bucket_label
 from fastcomm.comm.objects import gather_objects, on_host, tellable
-from fastcomm.comm.transport import BoundBucket, Transport
+from fastcomm.comm.transport import Transport
 from fastcomm.insight.recorder import Recorder
 from fastcomm.insight.steps import Step, read_steps
-from fastcomm.reducer.bucket import Binding, Bucket
+from fastcomm.reducer.bucket import Bucket
 from fastcomm.reducer.features.compatibility import Feature
 from fastcomm.reducer.features.defer_signals import all_or_none
 from fastcomm.reducer.features.join import is_joining
@@ -223,7 +223,7 @@ class Planner:
         order = orders.pop()
         if order is not None and not orders and order != tuple(sorted(order, reverse=True)):
             self.order = order
-            _make_anew(reducer)
+            _remake_buckets(reducer)
         else:
             self.buckets_made(reducer)
 
@@ -238,7 +238,7 @@ class Planner:
             self.stop(reducer)
         if cap_mb != self.cap_mb:
             self.cap_mb = cap_mb
-            _make_anew(reducer)
+            _remake_buckets(reducer)
 
 
 def fastest(seconds: dict[float, float], default_mb: float) -> float:
@@ -256,7 +256,7 @@ def _order_of(step: Step, buckets: Sequence[Bucket]) -> tuple[int, ...]:
     return tuple(i for *_, i in sorted((not ready, ready, -i, i) for ready, i in arrived))
 
 
-def _make_anew(reducer: Reducer) -> None:
+def _remake_buckets(reducer: Reducer) -> None:
     """Makes the buckets once more, as size and order are now. Collective."""
     model = reducer.attached_model()
     reducer.detach()
@@ -318,11 +318,19 @@ def _dense_buckets(
         label = bucket_label(number, i)
         bounds = None if all_bounds is None else all_bounds[i]
         needs_all = sharding is None or sharding.keeps_gradients
+        bind = functools.partial(
+            comm.bind_bucket,
+            wire_dtype=options.wire_dtype,
+            label=label,
+            lane=i % options.streams,
+            bounds=None if needs_all else bounds,
+            error_feedback=options.error_feedback,
+        )
         bucket = Bucket(
             comm,
             layout,
             named,
-            _binding(comm, options, i, label, None if needs_all else bounds),
+            bind,
             numel=layout.numel if bounds is None else bounds[-1],
             is_copied=options.wire_dtype not in (None, layout.dtype),
             n_rounds=n_rounds,
@@ -338,27 +346,3 @@ def _dense_buckets(
 
 def _in_words(names: Sequence[str]) -> str:
     return names[0] if len(names) == 1 else f"{names[0]} ... {names[-1]}"
-
-
-def _binding(
-    comm: Transport,
-    options: Options,
-    i: int,
-    label: int,
-    bounds: tuple[int, ...] | None,
-) -> Binding:
-    """How the i-th flat buffer is bound to the communicator."""
-
-    def bind(flat: Tensor, views: list[Tensor], offsets: list[int]) -> BoundBucket:
-        return comm.bind_bucket(
-            flat,
-            views,
-            offsets,
-            wire_dtype=options.wire_dtype,
-            label=label,
-            lane=i % options.streams,
-            bounds=bounds,
-            error_feedback=options.error_feedback,
-        )
-
-    return bind

@@ -364,9 +364,9 @@ class Reducer(ProcessBound, ReducerFlags):
         validation.compare(self.comm, problem, places, validation.REFRESH)
 
     def refresh(self) -> None:
-        """Call it, on every rank, after parameters were unfrozen, added or removed. Plans anew, and
-        copies rank 0's values. An optimizer that holds parameters others have replaced cannot step
-        any more: make it anew.
+        """Call it, on every rank, after parameters were unfrozen, added or removed. Plans other
+        buckets, and copies rank 0's values. An optimizer that holds parameters others have replaced
+        cannot step any more: make a new one.
 
         After comm.rebuild() the reducer goes on with the remaining ranks: it drops gradients, and
         copies the values of one that has made most steps. New processes call attach() instead. If
@@ -400,7 +400,7 @@ class Reducer(ProcessBound, ReducerFlags):
             raise
 
     def _follow(self, successor: Transport) -> None:
-        """Reduce over the ranks that have met anew. Collective: new processes call attach()."""
+        """Reduce over the ranks that have met again. Collective: new processes call attach()."""
         model = self.attached_model()
         check(Feature.REBUILD, self.features())
         if self.round is not None:
@@ -640,7 +640,7 @@ class Reducer(ProcessBound, ReducerFlags):
                 self._confer_in_spite_of(interruption)
             raise
         if ending.state is not State.DROPPED:
-            self._plan_anew(can_replan=is_between_steps and not self.skipped)
+            self._replan(can_replan=is_between_steps and not self.skipped)
 
     def _confer_in_spite_of(self, interruption: BaseException) -> None:
         """Do what the other ranks do together after the round."""
@@ -648,7 +648,7 @@ class Reducer(ProcessBound, ReducerFlags):
             try:
                 self._audit_and_tell()
             finally:
-                self._plan_anew(can_replan=False)
+                self._replan(can_replan=False)
         except FastcommError as trouble:
             raise interruption from trouble
 
@@ -668,7 +668,7 @@ class Reducer(ProcessBound, ReducerFlags):
         if self._audit is not None:
             self._audit.raise_trouble()
 
-    def _plan_anew(self, *, can_replan: bool) -> None:
+    def _replan(self, *, can_replan: bool) -> None:
         """See Planner.after_round."""
         if self.planner.looks_for is not None:
             with self._outliving():
@@ -767,7 +767,7 @@ class Reducer(ProcessBound, ReducerFlags):
         Holds until the reduction is over: for one backward outside no_sync(), and for those inside
         before it. After that ranks count alike until the next call. With several calls in one
         reduction, each before the backwards of its data in no_sync(), weights add up and each batch
-        counts with its own. After zero_grad() the next call begins anew.
+        counts with its own. After zero_grad() the next call begins again.
 
         Gradients that an earlier reduction has left in .grad stay there, and the mean is added.
         With several weights, or of="sum", the backward raises FastcommError, on every rank.
@@ -826,7 +826,7 @@ class Reducer(ProcessBound, ReducerFlags):
 
         When a rank is lost, or abandons a step, the step is dropped on all ranks: gradients are
         None, optimizers leave parameters and state as they are, and `skipped` is True. At the next
-        batch the remaining ranks meet anew, as reducer.comm, and all get what one of them has that
+        batch the remaining ranks meet again, as reducer.comm, and all get what one of them has that
         has made most steps. The batches of a step that none of them has made come again; of several
         models, only if none was stepped.
 
@@ -1053,7 +1053,7 @@ class Reducer(ProcessBound, ReducerFlags):
     def compile(self, model: nn.Module, **options: Any) -> Any:
         """torch.compile(model, **options), in pieces that end where this reducer's buckets are
         full, so that backward and communication overlap: one graph would give all gradients at its
-        end. Pieces are compiled in the next forward, and anew when the buckets have changed.
+        end. Pieces are compiled in the next forward, and again when the buckets have changed.
 
         model: the attached module, a part of it, or a module that holds it. May be compiled before
             attach(); forwards before attach() are not cut.

@@ -123,12 +123,12 @@ def _why_not_named(
 def _why_not_parameter(name: str, parameter: Parameter, device: torch.device) -> str | None:
     if isinstance(parameter, UninitializedParameter):
         return f"parameter {name} is not initialised: run the lazy modules once before attach()"
-    named = [(f"parameter {name}", parameter)]
+    what = f"parameter {name}"
     if parameter.requires_grad:
-        reasons = [_why_not_tensor(what, tensor, device) for what, tensor in named]
+        reason = _why_not_tensor(what, parameter, device)
     else:
-        reasons = [_why_not_kept(what, tensor, device) for what, tensor in unwrapped(named)]
-    reason = next((one for one in reasons if one is not None), None)
+        kept = unwrapped([(what, parameter)])
+        reason = next(filter(None, (_why_not_kept(*one, device) for one in kept)), None)
     if reason is not None:
         return reason
     if parameter.is_neg() or parameter.is_conj():
@@ -214,6 +214,8 @@ def _why_not_module(model: nn.Module) -> str | None:
 
 def distinct_elements(tensor: Tensor) -> Tensor:
     """A view of an expanded tensor that contains every element in memory once."""
+    if tensor.is_contiguous():
+        return tensor
     for dimension, (numel, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
         if stride == 0 and numel > 1:
             tensor = tensor.narrow(dimension, 0, 1)

@@ -184,18 +184,18 @@ def test_a_backward_goes_on_though_a_hook_in_it_wants_another_plan(comm, method)
 
 
 @on_ranks(2)
-def test_an_optimizer_of_replaced_parameters_is_told_to_be_made_anew(comm):
+def test_an_optimizer_of_replaced_parameters_is_told_to_be_replaced(comm):
     model, reducer, optimizer = attached(comm)
     backward(model, comm.rank)
     optimizer.step()
     optimizer.zero_grad()
     model.load_state_dict({k: v.clone() for k, v in model.state_dict().items()}, assign=True)
-    with pytest.raises(FastcommError, match=r"refresh\(\) on every rank.*optimizer anew"):
+    with pytest.raises(FastcommError, match=r"refresh\(\) on every rank.*a new optimizer"):
         backward(model, comm.rank)
     model.zero_grad()
     reducer.refresh()
     backward(model, comm.rank)
-    with pytest.raises(FastcommError, match=r"0\.weight is not in the model any more.*anew"):
+    with pytest.raises(FastcommError, match=r"0\.weight is not in the model any more: make a new"):
         optimizer.step()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     optimizer.step()

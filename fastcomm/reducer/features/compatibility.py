@@ -133,7 +133,7 @@ REFUSALS: dict[tuple[Feature, Feature], str] = {
         "its own: call its finish() first"
     ),
     (Feature.SHARDED, Feature.AUTO): (
-        'bucket_cap_mb="auto" plans buckets anew while the optimizer has its shards of them: '
+        'bucket_cap_mb="auto" plans other buckets while the optimizer has its shards of them: '
         "choose a number"
     ),
 }

@@ -60,7 +60,7 @@ class Compiled:
         return self._forward_as_planned(*args, **named)
 
     def _prepare(self, buckets: Sequence[Bucket]) -> None:
-        """Compiles graphs anew if parameters lie in other buckets than before."""
+        """Compiles graphs again if parameters lie in other buckets than before."""
         if not buckets or self._first() is buckets[0]:
             return
         self._refuse_stranger(buckets)

@@ -2,7 +2,7 @@
 that come in their place.
 
 While it runs, a round that ends with a lost rank is dropped without an error, as a for loop could
-not go on after one. At the next batch the ranks meet anew (Communicator.rebuild), every reducer
+not go on after one. At the next batch the ranks meet again (Communicator.rebuild), every reducer
 follows (Reducer.refresh), and ranks that are behind load the state of one that has made most steps
 (catch_up). Which batches come again follows from the number of rounds, which is then equal.
 """
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 NOT_CAUGHT_UP = (
-    "the ranks have met anew, and have made different numbers of steps: call fastcomm.catch_up("
+    "the ranks have met again, and have made different numbers of steps: call fastcomm.catch_up("
     "reducer, optimizer) on every rank, with all that keeps something from step to step, or loop "
     "by reducer.elastic()"
 )
@@ -53,7 +53,7 @@ Reached = tuple[bool, int, int]
 
 
 class Behind(RoundExtension):
-    """Ranks that have met anew have come differently far with a reducer. Installed by attach() and
+    """Ranks that have met again have come differently far with a reducer. Installed by attach() and
     refresh(), until catch_up(). No optimizer steps meanwhile.
     """
 
@@ -72,7 +72,7 @@ class Behind(RoundExtension):
 
 
 def compare_ranks(reducer: Reducer) -> Behind | None:
-    """Finds out how far the ranks have come that have met anew. None: all equally far. Collective
+    """Finds out how far the ranks have come that have met again. None: all equally far. Collective
     where they have. Raises FastcommError, on every rank, where none has all that the lost ones had.
     """
     membership = reducer.comm.membership
@@ -143,7 +143,7 @@ def elastic(reducer: Reducer, batches: Iterator[T], state: Sequence[Stateful]) -
     if not reducer.comm.membership.can_meet_anew:
         raise FastcommError(
             "elastic() takes ranks that fastcomm.init() has brought together by init_method, "
-            "where they can meet anew"
+            "where they can meet again"
         )
     return Elastic(reducers, state).loop(batches)
 
@@ -203,7 +203,7 @@ class Elastic(RoundExtension):
             self.outlived = None
 
     def _vote(self, has_batch: bool) -> bool | None:
-        """Whether all ranks have a batch; None: they must meet anew, as a rank is lost, or
+        """Whether all ranks have a batch; None: they must meet again, as a rank is lost, or
         processes wait, which are taken in between two steps.
         """
         comm = self._comm
@@ -255,14 +255,14 @@ class Elastic(RoundExtension):
         self._again, self._taken = self._taken + self._again, []
 
     def _begin(self) -> None:
-        """Ranks that have met anew before the loop become equal now."""
+        """Ranks that have met again before the loop become equal now."""
         try:
             _catch_up(self._reducers, self._state)
         except _OUTLIVED:  # another was lost meanwhile
             self._go_on()
 
     def _go_on(self) -> None:
-        """Brings the ranks together anew, and makes them equal. What was accumulated is gone."""
+        """Brings the ranks together again, and makes them equal. What was accumulated is gone."""
         self._take_again()
         while True:
             self._comm.rebuild()

@@ -46,7 +46,7 @@ T = TypeVar("T")
 _NO_BATCH: Any = object()
 _APART = (
     "join() could not copy the model that went furthest to all ranks. Make the models alike, call "
-    "refresh() on every rank, and make optimizers anew"
+    "refresh() on every rank, and make new optimizers"
 )
 
 
@@ -60,7 +60,7 @@ def is_joining(comm: Transport) -> bool:
 
 
 class Join(ProcessBound, Generic[T]):
-    """The block of Reducer.join(). Made anew for each, or used again."""
+    """The block of Reducer.join(). Made for each, or used again."""
 
     def __init__(
         self,

@@ -123,7 +123,7 @@ def why_apart(ranks: Sequence[Progress], *, is_loaded: bool) -> str | None:
     counts = ", ".join(f"rank {rank}: {max(n)}" for rank, n in enumerate(steps))
     advice = (
         "give join() what goes on with the steps, as join(state=[optimizer, scheduler]), or call "
-        "refresh() on every rank and make the optimizer anew"
+        "refresh() on every rank and make a new optimizer"
     )
     behind = [name for progress in ranks for name in progress.left_behind()]
     if behind:

@@ -62,7 +62,7 @@ class Skipping(RoundExtension):
         self.dropped()
 
     def use(self, comm: Transport, options: Options) -> None:
-        """Vote over this communicator, as the ranks have met anew."""
+        """Vote over this communicator, as the ranks have met again."""
         self._comm, self._options = comm, options
 
     def dropped(self) -> None:

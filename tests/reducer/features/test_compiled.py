@@ -239,7 +239,7 @@ def test_a_model_compiled_and_run_before_attach_is_cut_afterwards(comm):
 
 
 @on_ranks(1)
-def test_graphs_follow_a_refresh_and_are_compiled_anew_only_for_other_buckets(comm):
+def test_graphs_follow_a_refresh_and_are_compiled_again_only_for_other_buckets(comm):
     with fresh_compiler():
         model = _frozen()
         reducer, pieces, forward = compiled(comm, model)

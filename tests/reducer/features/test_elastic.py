@@ -248,8 +248,8 @@ def _lose_one_while_planning(place: Place, where: str) -> Any:
     return training.end()
 
 
-@pytest.mark.parametrize("where", ["gather_objects", "_make_anew"])
-def test_a_rank_may_be_lost_while_buckets_are_planned_anew(where):
+@pytest.mark.parametrize("where", ["gather_objects", "_remake_buckets"])
+def test_a_rank_may_be_lost_while_buckets_are_planned_again(where):
     ends = values_of(_run("group", 3, _lose_one_while_planning, where), 1)
     sizes = ends[0][0]
     assert len(sizes) == STEPS and 0 < sizes.count(3) < STEPS

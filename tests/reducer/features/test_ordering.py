@@ -1,4 +1,4 @@
-"""Buckets that are planned anew in the order in which gradients arrive: over a network."""
+"""Buckets that are planned again in the order in which gradients arrive: over a network."""
 
 from __future__ import annotations
 
@@ -243,7 +243,7 @@ def test_over_shared_memory_buckets_stay_as_they_are(comm):
 
 @over_a_network
 @on_ranks(2)
-def test_after_a_refresh_the_parameters_that_are_left_are_traced_anew(comm):
+def test_after_a_refresh_the_parameters_that_are_left_are_traced_again(comm):
     model, reducer, _ = attached(comm, Shuffled(), **SMALL_BUCKETS)
     check_steps(comm, reducer, model, 1)
     for parameter in model.middle.parameters():
