@@ -57,7 +57,7 @@ def _section(number: int, results: Results) -> str:
 
 
 def _command(results: Results) -> str:
-    """Results of before 0.1 do not hold theirs."""
+    """Some results were measured before their file held the command."""
     figure = f" {results['figure']} --wire {results['wire']}" if "figure" in results else ""
     plain = f"python -m fastcomm bench {results['benchmark']}{figure}"
     return str(results.get("command", plain))
@@ -71,5 +71,5 @@ def _remarks(results: Results) -> Iterator[str]:
         return
     for contender in chart.LOOKS:
         measured = [row.get(contender, {}) for row in results["rows"]]
-        if any(of["wrong"] for placements in measured for of in placements.values()):
+        if any(of.get("wrong") for placements in measured for of in placements.values()):
             yield f"Results of {chart.label(contender)} were wrong: its times mean nothing."
