@@ -1,8 +1,8 @@
 """ShardedOptimizer and torch.distributed.checkpoint: each rank writes its shards, and any number of
 ranks, DDP and FSDP2 read them.
 
-Every rank trains on the same images, so that any number of ranks makes what one plain optimizer
-does, in every bit.
+Every rank trains on the same images, so that 1, 2 or 4 ranks make what one plain optimizer does, in
+every bit: the mean over 3 would round.
 """
 
 from __future__ import annotations
@@ -178,21 +178,21 @@ def asked(one: Plain, way: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("way", ["by number", "as objects"])
 def test_any_number_of_ranks_reads_what_another_has_written(ranks, tmp_path, way):
-    for n_writers, n_readers in ((3, 2), (2, 3)):
+    for n_writers, n_readers in ((4, 2), (1, 4)):
         ranks(n_writers, _writes, KINDS["AdamW"], tmp_path / f"{n_writers}", way)
         ranks(n_readers, _reads, KINDS["AdamW"], tmp_path / f"{n_writers}", way)
 
 
 @pytest.mark.parametrize("name", [name for name in KINDS if not name.startswith("AdamW")])
 def test_of_every_class(ranks, tmp_path, name):
-    ranks(3, _writes, KINDS[name], tmp_path, "by number")
+    ranks(4, _writes, KINDS[name], tmp_path, "by number")
     ranks(2, _reads, KINDS[name], tmp_path, "by number")
 
 
 @pytest.mark.parametrize("make", [net_of_16_bits, odd_net])
 def test_of_other_models(ranks, tmp_path, make):
     ranks(2, _writes, KINDS["AdamW"], tmp_path, "by number", make)
-    ranks(3, _reads, KINDS["AdamW"], tmp_path, "by number", make)
+    ranks(4, _reads, KINDS["AdamW"], tmp_path, "by number", make)
 
 
 def _writes(comm: Any, kind: Kind, folder: Path, way: str, make: Make = net) -> None:
