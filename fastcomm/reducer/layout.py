@@ -163,7 +163,7 @@ def in_memory_order(tensor: Tensor) -> Tensor:
 
 def laid_out_as(view: Tensor, gradient: Tensor) -> Tensor:
     """The gradient, or a copy of it that has the strides of its view, and no less alignment."""
-    if gradient is view or view.is_sparse:
+    if gradient is view or view.is_sparse or gradient.is_sparse:
         return gradient
     is_alike = gradient.stride() == view.stride() and gradient.data_ptr() % ALIGNMENT == 0
     return gradient if is_alike else torch.empty_like(view).copy_(gradient)

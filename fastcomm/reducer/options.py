@@ -111,14 +111,8 @@ class Options:
         """The options by name, for comparison: ranks that differ here would reduce different
         buckets, or the same ones differently.
         """
-        return {
-            "bucket_cap_mb": self.bucket_cap_mb,
-            "op": self.op,
+        return vars(self) | {
             "wire_dtype": str(self.wire_dtype),
-            "error_feedback": self.error_feedback,
-            "skip_nonfinite": self.skip_nonfinite,
-            "audit": self.audit,
-            "streams": self.streams,
             "sparse_parameters": list(self.sparse_parameters),
         }
 

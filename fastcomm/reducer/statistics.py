@@ -11,7 +11,6 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.nn.parameter import Parameter
 
 from fastcomm.comm.collective import as_pairs
 from fastcomm.comm.objects import called_by
@@ -39,17 +38,14 @@ def clip_(buckets: Sequence[Bucket], max_norm: float, comm: Transport) -> Tensor
     square_sums = [bucket.square_sum() for bucket in buckets]
     before = _norm_from(buckets, square_sums, comm.device)
     if None in square_sums:
-        parameters = _with_gradient(buckets)
-        dense = [
-            p
-            for p in parameters
-            if p.grad is not None and not p.grad.is_sparse and not p.grad._is_zerotensor()
-        ]
-        torch.nn.utils.clip_grads_with_norm_(dense, max_norm, before)
         factor = _clip_factor(max_norm, before)
-        for p in parameters:
+        dense = []
+        for p in [p for bucket in buckets for _, p in bucket.named_parameters()]:
             if p.grad is not None and p.grad.is_sparse:
                 scale_(p.grad, factor)
+            elif p.grad is not None and not p.grad._is_zerotensor():
+                dense.append(p)
+        torch.nn.utils.clip_grads_with_norm_(dense, max_norm, before)
     else:  # all gradients lie in the flat buffers
         factor = _clip_factor(max_norm, before)
         if comm.has_streams or not factor >= 1:  # on a device nobody waits for it
@@ -163,28 +159,16 @@ def _norm_of(gradients: list[Tensor], device: torch.device) -> Tensor:
     )
 
 
-def _with_gradient(buckets: Sequence[Bucket]) -> list[Parameter]:
-    return [
-        p for bucket in buckets for p in bucket.parameters if p is not None and p.grad is not None
-    ]
-
-
 def _gradients(buckets: Sequence[Bucket]) -> list[Tensor]:
     """The gradients; of sparse ones their values. All ranks have them in the same layout, so that
     they add in the same order: a 0 stands for one that is missing here, since another rank may have
     zeros.
     """
     return [
-        _zero_like(view) if p.grad is None else _values_in(view, p.grad)
+        torch.zeros((), dtype=view.dtype, device=view.device)
+        if p.grad is None
+        else values_of(laid_out_as(view, p.grad))
         for bucket in buckets
         for p, view in zip(bucket.parameters, bucket.views, strict=True)
         if p is not None
     ]
-
-
-def _zero_like(view: Tensor) -> Tensor:
-    return torch.zeros((), dtype=view.dtype, device=view.device)
-
-
-def _values_in(view: Tensor, gradient: Tensor) -> Tensor:
-    return values_of(gradient if gradient.is_sparse else laid_out_as(view, gradient))

@@ -233,21 +233,21 @@ def signature(named: NamedParameters, tensors: NamedTensors, sparse: Collection[
     sparse: the names of the parameters with sparse gradients.
     """
     return described(tensors) + [
-        (f"parameter {name}", _layout(p) | {"sparse gradients": name in sparse})
+        (
+            f"parameter {name}",
+            {
+                "strides": p.stride(),
+                "requires_grad": p.requires_grad,
+                "gradient of dtype": str(grad_dtype(p)),
+                "sparse gradients": name in sparse,
+            },
+        )
         for name, p in named
     ]
 
 
 def described(named: NamedTensors) -> Described:
     return [(name, {"shape": tuple(t.shape), "dtype": str(t.dtype)}) for name, t in named]
-
-
-def _layout(parameter: Tensor) -> dict[str, Any]:
-    return {
-        "strides": parameter.stride(),
-        "requires_grad": parameter.requires_grad,
-        "gradient of dtype": str(grad_dtype(parameter)),
-    }
 
 
 class Call(NamedTuple):
@@ -467,17 +467,13 @@ def _checksum(tensor: Tensor) -> Tensor:
     octets = _flat(tensor.detach()).view(torch.uint8)
     octets = torch.cat([octets, octets.new_zeros(-octets.numel() % 8)])
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
-    for begin, words in _chunks(octets.view(torch.int64)):
+    for begin in range(0, octets.numel() // 8, _WORDS):
+        words = octets.view(torch.int64)[begin : begin + _WORDS]
         indices = torch.arange(
             begin, begin + words.numel(), dtype=torch.int64, device=tensor.device
         )
         total += ((words ^ (words >> 29)) * (2 * indices + 1)).sum()
     return total
-
-
-def _chunks(words: Tensor) -> Iterator[tuple[int, Tensor]]:
-    for begin in range(0, words.numel(), _WORDS):
-        yield begin, words[begin : begin + _WORDS]
 
 
 def optimizer_contents(

@@ -31,16 +31,6 @@ def _by_hand(model: nn.Module, rank: int) -> None:
         p.grad = torch.full_like(p, 2.0**rank + k)
 
 
-@on_ranks(2, 3)
-def test_reduce_with_op_sum_gives_the_sum(comm, buckets):
-    model = mlp()
-    means = mean_gradients(model, comm.world_size, _by_hand)
-    reducer = fastcomm.Reducer(comm, op="sum", **buckets).attach(model)
-    _by_hand(model, comm.rank)
-    reducer.reduce()
-    assert_gradients(model, [mean * comm.world_size for mean in means])
-
-
 @on_ranks(2)
 def test_reduce_passes_through_the_wire_dtype(comm, buckets):
     def run(model, rank):

@@ -9,7 +9,6 @@ import functools
 import gc
 import subprocess
 import sys
-import threading
 import time
 
 import pytest
@@ -30,8 +29,7 @@ from tests.support.models import (
     mean_gradients,
     mlp,
 )
-from tests.support.outcomes import values_of
-from tests.support.ranks import fresh_ranks, on_ranks
+from tests.support.ranks import on_ranks
 from tests.support.transports import EVERY_TRANSPORT
 
 pytestmark = [pytest.mark.usefixtures("transport"), pytest.mark.transports(*EVERY_TRANSPORT)]
@@ -54,53 +52,6 @@ def test_a_step_ends_no_round_of_a_reducer_whose_parameters_it_does_not_own(comm
         backward(model, comm.rank)
         assert_gradients(model, expected)
     handle.remove()
-
-
-def _two_communicators(place):
-    """A thread trains over each; neither may touch the other's rounds."""
-    comms = [
-        fastcomm.init(
-            "shm",
-            init_method=f"{place.init_method}-{i}",
-            rank=place.rank,
-            world_size=place.world_size,
-        )
-        for i in range(2)
-    ]
-    models = [mlp(), mlp()]
-    troubles = []
-
-    def train(comm, model):
-        try:
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-            for step in range(60):
-                optimizer.zero_grad()
-                backward(model, place.rank, step)
-                optimizer.step()
-        except BaseException as error:
-            troubles.append(error)
-
-    reducers = [
-        fastcomm.Reducer(comm).attach(model) for comm, model in zip(comms, models, strict=True)
-    ]
-    threads = [
-        threading.Thread(target=train, args=pair) for pair in zip(comms, models, strict=True)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not troubles, troubles
-    for reducer in reducers:
-        reducer.check_in_sync()
-    return [p.detach() for p in models[0].parameters()]
-
-
-def test_threads_with_a_communicator_each_do_not_disturb_each_other(transport):
-    if transport != "shm":
-        pytest.skip("one transport is enough for a hook of torch's")
-    one, other = values_of(fresh_ranks(2, _two_communicators))
-    assert all(torch.equal(p, q) for p, q in zip(one, other, strict=True))
 
 
 # Another rank's abandonment, heard of by polling

@@ -96,18 +96,15 @@ def _attach_another_model_on_the_last_rank(comm, make):
     fastcomm.Reducer(comm).attach(make() if comm.rank == comm.world_size - 1 else mlp())
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
 @DIFFERENCES
-def test_attach_names_the_first_difference_between_ranks_on_every_rank(
-    ranks, world_size, make, words
-):
+def test_attach_names_the_first_difference_between_ranks_on_every_rank(ranks, make, words):
     failures = ranks.raises(
-        world_size, MismatchError, _attach_another_model_on_the_last_rank, make, survives=True
+        3, MismatchError, _attach_another_model_on_the_last_rank, make, survives=True
     )
     for failure in failures:
-        assert [
-            word for word in [*words, "rank", str(world_size - 1)] if word not in failure.message
-        ] == [], failure.message
+        assert [word for word in [*words, "rank 2"] if word not in failure.message] == [], (
+            failure.message
+        )
 
 
 @on_ranks(2)

@@ -143,6 +143,7 @@ def _train_with_a_part_on_each_rank(place):
     dist.destroy_process_group()
 
 
+@pytest.mark.transports("shm")
 def test_an_optimizer_that_steps_a_part_on_each_rank_and_shares_it_may_step(transport):
     env = {"GLOO_SOCKET_IFNAME": "lo"}
     values_of(fresh_ranks(2, _train_with_a_part_on_each_rank, transport=transport, env=env))

@@ -6,7 +6,6 @@ unreduced.
 from __future__ import annotations
 
 import warnings
-from collections import OrderedDict
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,7 @@ from torch import nn
 import fastcomm
 from fastcomm import AbandonedError, FastcommError
 from tests.support.bodies import finish_together
-from tests.support.models import attached, backward, mlp, seed
+from tests.support.models import attached, backward, mlp
 from tests.support.ranks import on_ranks
 from tests.support.transports import EVERY_TRANSPORT
 
@@ -188,17 +187,6 @@ def test_what_is_equal_on_all_ranks_may_stand_at_a_frozen_parameter(comm, leaves
     backward(model, comm.rank, 1)
     optimizer.step()
     reducer.check_in_sync()
-
-
-@on_ranks(2)
-def test_a_head_around_an_attached_trunk_is_not_stepped_with_it(comm):
-    trunk = mlp()
-    fastcomm.Reducer(comm).attach(trunk)
-    seed(comm.rank)
-    model = nn.Sequential(OrderedDict(trunk=trunk, head=nn.Linear(4, 4)))
-    backward(model, comm.rank)
-    with pytest.raises(FastcommError, match=r"\(4, 4\), which is outside the attached model"):
-        sgd(model.parameters()).step()
 
 
 @on_ranks(2)

@@ -7,8 +7,6 @@ import copy
 import dataclasses
 import itertools
 import os
-import signal
-import subprocess
 import time
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
@@ -285,30 +283,6 @@ def test_a_process_in_place_of_a_lost_one_gets_all_that_the_others_have(backend,
     ends = values_of(_run(backend, 4, _take_in, victim, of_hosts=[0, 1, 2, victim]), victim)
     assert ends[0][0][:3] == ends[0][0][-3:] == ends[-1][0] == [3] * 3
     _check_trajectory(backend, ends)
-
-
-def _be_stopped(place: Place) -> Any:
-    comm = communicator(place, timeout=timedelta(seconds=2))
-    training = Training(place, comm)
-    training.last = 10**9
-    for step in training.loop():
-        if step == 3 and place.rank == 1 and not training.sizes[3:]:
-            training.misses_none = False
-            subprocess.Popen(["sh", "-c", f"sleep 6; kill -CONT {os.getpid()}"])
-            os.kill(os.getpid(), signal.SIGSTOP)
-        comm = training.reducer.comm
-        has_come = comm.membership.is_rebuilt and comm.world_size == 3
-        training.last = min(training.last, step + 3) if has_come else training.last
-        training.make(step)
-        time.sleep(0.01)
-    return training.end()
-
-
-def test_a_rank_that_was_stopped_for_longer_than_the_timeout_comes_back():
-    ends = values_of(_run("shm", 3, _be_stopped))
-    assert [size for size, _ in itertools.groupby(ends[0][0])] == [3, 2, 3]
-    assert ends[1][0] == [3] * 6
-    _check_trajectory("shm", [ends[0], ends[2]])
 
 
 # ---- steps and batches ---------------------------------------------------------------------------
