@@ -35,8 +35,8 @@ def ended():
 
 def test_a_process_has_ended_once_it_was_killed(running, ended):
     peers = Peers([Process(1, running.pid), Process(2, ended.pid)])
-    assert peers.ended_soon() == {2: ended.pid}
-    assert peers.ended() == peers.ended([0, 2]) == {2: ended.pid}
+    assert peers.ended_soon() == [Process(2, ended.pid)]
+    assert peers.ended() == peers.ended([0, 2]) == [Process(2, ended.pid)]
     assert peers.ended([1]) == []
 
 

@@ -84,6 +84,7 @@ cdef class Ring:
     cdef _resolve_behind(self, ShmWork ended)
     cdef int _between_slices(self, Patience *patience) except -1
     cdef int _defer(self, raised) except -1
+    cdef object _uncut(self, function, first, second)
     cdef str _who(self, int rank)
     cdef str _where(self, list ranks)
     cdef int _look_at_signals(self) except -1

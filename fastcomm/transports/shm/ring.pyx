@@ -511,6 +511,14 @@ cdef class Ring:
         self.deferred, self.deferred_since = raised, running_s()
         return 0
 
+    cdef object _uncut(self, function, first, second):
+        """Returns function(first, second), though a signal handler may raise in its Python."""
+        try:
+            return function(first, second)
+        except BaseException as raised:
+            self._defer(raised)
+            return function(first, second)
+
     cdef int _look_at_signals(self) except -1:
         """Runs the handlers of signals. Says so where one has raised and the peers take long."""
         try:
@@ -561,13 +569,7 @@ cdef class Ring:
         return self.segments.processes[rank].in_words()
 
     cdef str _where(self, list ranks):
-        """Where these ranks stand, though a signal handler may raise meanwhile."""
-        late = [self.segments.processes[rank] for rank in ranks]
-        try:
-            return whereabouts_of(late)
-        except BaseException as raised:
-            self._defer(raised)
-            return whereabouts_of(late)
+        return self._uncut(_whereabouts_of, self.segments.processes, ranks)
 
     cdef object _mismatch(self, uint32_t seq):
         return words.mismatch(seq, {r: self._called(r, seq) for r in range(self.world_size)})
@@ -615,6 +617,10 @@ cdef bint _takes(const DLTensor *found, shm_descriptor *d) noexcept:
         numel *= found.shape[i]
     d.dtype, d.numel = code, numel
     return True
+
+
+def _whereabouts_of(processes, ranks):
+    return whereabouts_of([processes[rank] for rank in ranks])
 
 
 def _seq_of(ShmWork work):
