@@ -180,6 +180,7 @@ cdef class ThreadCall:
         self.device, self.over = device, threading.Event()
 
     def start(self):
+        # Not start_thread(): the call may never return, and the end of the script does not wait.
         threading.Thread(target=self._run, name="fastcomm call", daemon=True).start()
 
     def _run(self):
