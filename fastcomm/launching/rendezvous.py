@@ -250,7 +250,9 @@ def _communicator(
     """Makes the communicator, once the ranks have met."""
     place = bootstrap.rank, bootstrap.world_size, neighbours.local_rank
     if neighbours.backend == "nccl":
-        return NcclCommunicator(*place, bootstrap, timeout, device, neighbours.ranks)
+        return NcclCommunicator(  # type: ignore[abstract]
+            *place, bootstrap, timeout, device, neighbours.ranks
+        )
     if neighbours.backend == "shm":
         away = [r for r in range(bootstrap.world_size) if r not in neighbours.ranks]
         if away:
@@ -260,7 +262,7 @@ def _communicator(
                 "The shm transport needs all ranks on one host; across hosts use 'hierarchical', "
                 "or 'auto'"
             )
-        return ShmCommunicator(*place, bootstrap, timeout)
+        return ShmCommunicator(*place, bootstrap, timeout)  # type: ignore[abstract]
     if neighbours.backend == "hierarchical":
         return HierarchicalCommunicator(*place, bootstrap, timeout, neighbours.hosts)
     # Also where ranks meet in a user's group: what else the user does with that is not disturbed.

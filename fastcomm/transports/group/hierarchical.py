@@ -123,7 +123,7 @@ class HierarchicalExchange(Exchange):
         self._n_hosts, self._n_units = len(hosts), n_units(hosts)
         self._segments = segments_of(hosts, rank)
         self._shm_turn = threading.Lock()  # the thread and comm.empty take turns
-        self._shm = ShmCommunicator(
+        self._shm = ShmCommunicator(  # type: ignore[abstract]
             self.neighbours.index(rank),
             len(self.neighbours),
             local_rank,
