@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 import fastcomm
 from fastcomm import FastcommError, InitError
+from fastcomm.comm.who import Process
 from fastcomm.launching import rendezvous
 from tests.support import process_groups
 from tests.support.bodies import communicator, gloo
@@ -50,7 +51,7 @@ def test_init_as_torchrun_starts_the_ranks():
 class _Connected:
     """In place of a communicator on a device that this machine lacks."""
 
-    rank, pids, backend = 0, (0,), "nccl"
+    rank, processes, backend = 0, (Process(0, 0),), "nccl"
 
     def __init__(self, device):
         self.device = device

@@ -41,6 +41,6 @@ MUTATIONS = (
         within="WorkQueue.tell_of_end",
         old="self._end(FastcommError(has_ended(self.rank)))",
         new="pass",
-        tests=("tests/postmortem/test_script_end.py",),
+        tests=("tests/contract/test_script_end.py",),
     ),
 )

@@ -125,6 +125,9 @@ class Call:
         is_bucket = self.kind == "all_reduce" and self.label != 0
         return is_bucket and self.op in ("mean", SKIP, *WEIGHTED_OPS.values())
 
+    def __str__(self) -> str:
+        return str(self.called())
+
     def called(self) -> Called:
         """The same for messages."""
         if self.kind in ("barrier", "abandon", SHADOW):

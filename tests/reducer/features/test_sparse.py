@@ -382,7 +382,7 @@ def test_ranks_that_make_different_steps_are_told(comm):
     model(words(0)).sum().backward()
     if comm.rank == 0:
         optimizer.step()
-    with raises_on_each(comm, MismatchError, "rank 0: mean after 1 steps; rank 1: mean after 0"):
+    with raises_on_each(comm, MismatchError, "rank 0: mean after 1 step; rank 1: mean"):
         model(words(0)).sum().backward()
 
 
