@@ -93,7 +93,7 @@ def test_allreduce_says_of_an_mpi_that_is_missing_how_to_get_it(tmp_path):
 
 def test_parts_compares_what_moves_parts_with_gloo(tmp_path):
     path = tmp_path / "parts.json"
-    options = ["-e", "4K", "--rounds", "1", "--json", path]
+    options = ["-e", "4K", "--rounds", "2", "--json", path]
     printed = run("parts.py", *options, "--plot", tmp_path / "parts.png")
     assert "all_to_all_single" in printed
     rows = json.loads(path.read_text())["rows"]
@@ -419,7 +419,7 @@ def test_a_run_on_a_gpu_becomes_rows_of_the_documents(monkeypatch, tmp_path):
     assert "met 1 of 2 bars; missed: launch (3.1 us)" in page
 
 
-SMALL = "--layers", "1", "--width", "32"
+SMALL = "--layers", "1", "--width", "64"
 
 
 @pytest.mark.skipif(namespaces.why_not() is not None, reason=str(namespaces.why_not()))
