@@ -6,53 +6,12 @@ One file for each area holds its list.
 
 from __future__ import annotations
 
-from tests.mutations import (
-    audit,
-    backend,
-    compiled,
-    complex_and_sparse,
-    counts,
-    devices,
-    going_on,
-    group,
-    join,
-    kernels,
-    local_sgd,
-    meeting,
-    nccl,
-    ordering,
-    reducer,
-    sharded,
-    shards,
-    shm,
-    skips,
-    starting_and_showing,
-    stragglers,
-    weights,
-)
+import importlib
+import pkgutil
 
-AREAS = (
-    kernels,
-    shm,
-    nccl,
-    ordering,
-    devices,
-    group,
-    join,
-    meeting,
-    reducer,
-    local_sgd,
-    sharded,
-    shards,
-    backend,
-    weights,
-    complex_and_sparse,
-    compiled,
-    skips,
-    counts,
-    starting_and_showing,
-    going_on,
-    stragglers,
-    audit,
-)
-MUTATIONS = tuple(mutation for area in AREAS for mutation in area.MUTATIONS)
+_MODULES = [
+    importlib.import_module(f"{__name__}.{one.name}")
+    for one in pkgutil.iter_modules(__path__)
+    if not one.name.startswith(("__", "test_"))
+]
+MUTATIONS = tuple(one for module in _MODULES for one in getattr(module, "MUTATIONS", ()))

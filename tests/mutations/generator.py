@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-
-from tests.mutations.anchor import place_of_nodes
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 TURNED = {
@@ -93,7 +92,7 @@ def suites_of(file: str) -> tuple[str, ...]:
 
 
 def _in_tree(text: str) -> Iterator[tuple[str, int, int, str]]:
-    place = place_of_nodes(text)
+    place = _place_of_nodes(text)
 
     def source(node: ast.AST) -> str:
         return text[slice(*place(node, node))]
@@ -120,6 +119,19 @@ def _in_tree(text: str) -> Iterator[tuple[str, int, int, str]]:
             yield "condition negated", *place(node.test, node.test), f"(not ({source(node.test)}))"
         if _may_be_dropped(node):
             yield "statement dropped", *place(node, node), "pass"
+
+
+def _place_of_nodes(text: str) -> Callable[[Any, Any], tuple[int, int]]:
+    """A function that says where nodes are, from the first to the last."""
+    lines = [0]
+    for line in text.splitlines(keepends=True):
+        lines.append(lines[-1] + len(line))
+
+    def place(first: Any, last: Any) -> tuple[int, int]:
+        begin, end = lines[first.lineno - 1], lines[last.end_lineno - 1]
+        return begin + first.col_offset, end + last.end_col_offset
+
+    return place
 
 
 def _may_be_dropped(node: ast.AST) -> bool:

@@ -120,8 +120,8 @@ MUTATIONS = (
         name="group: a bucket is encoded under the lock",
         file=QUEUE,
         within="WorkQueue.post",
-        old="work.prepare()",
-        new="with self._lock:\n    work.prepare()",
+        old="work.prepare()  # before",
+        new="with self._lock:\n    work.prepare()  # before",
         tests=(AHEAD_TESTS,),
     ),
 )

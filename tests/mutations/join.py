@@ -43,8 +43,8 @@ MUTATIONS = (
         name="join: a rank that has made no step has other optimizers",
         file=PROGRESS,
         within="_differ",
-        old="is_behind",
-        new="len(known) != len(most)",
+        old="return is_behind",
+        new="return len(known) != len(most)",
         tests=_TRAINING,
     ),
 )

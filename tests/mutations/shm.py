@@ -48,7 +48,7 @@ MUTATIONS = (
         file="fastcomm/comm/deadline.py",
         within="running_s",
         old="uncounted += max(0.0, now - before - COUNTED_S)",
-        new="",
+        new="pass",
         tests=("tests/contract/test_suspension.py::test_a_suspended_job_goes_on",),
     ),
 )
