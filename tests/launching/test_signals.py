@@ -16,9 +16,7 @@ from pathlib import Path
 import pytest
 
 import fastcomm
-from tests.support.forked_python import fork_python
-from tests.support.outcomes import values_of
-from tests.support.ranks import fresh_ranks
+from tests.support.forked_python import in_forked_python
 
 pytestmark = pytest.mark.thorough
 
@@ -79,6 +77,7 @@ def launcher(tmp_path, *arguments, ranks=1, ignored=()):
 
 
 @pytest.mark.parametrize("number", ENDING)
+@in_forked_python
 def test_a_signal_that_ends_the_launcher_reaches_the_ranks_first(tmp_path, number):
     with launcher(tmp_path, "SIGCONT") as ours:
         ours.send(number)
@@ -86,6 +85,7 @@ def test_a_signal_that_ends_the_launcher_reaches_the_ranks_first(tmp_path, numbe
     assert not os.path.exists(f"/proc/{ours.pids[0]}")
 
 
+@in_forked_python
 def test_a_second_signal_ends_ranks_that_do_not_obey_the_first(tmp_path):
     with launcher(tmp_path, "SIGTERM") as ours:
         ours.send(signal.SIGTERM)
@@ -95,6 +95,7 @@ def test_a_second_signal_ends_ranks_that_do_not_obey_the_first(tmp_path):
     assert not os.path.exists(f"/proc/{ours.pids[0]}")
 
 
+@in_forked_python
 def test_signals_before_the_end_of_a_job_are_forwarded_to_every_rank(tmp_path):
     with launcher(tmp_path, "SIGUSR1", "SIGUSR2", ranks=2) as ours:
         for name in ("SIGUSR1", "SIGUSR2"):
@@ -103,6 +104,7 @@ def test_signals_before_the_end_of_a_job_are_forwarded_to_every_rank(tmp_path):
         assert ours.run.poll() is None
 
 
+@in_forked_python
 def test_what_was_ignored_at_the_start_stays_ignored(tmp_path):
     ignored = signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGUSR1, signal.SIGTSTP
     with launcher(tmp_path, "SIGUSR2", ignored=ignored) as ours:
@@ -115,6 +117,7 @@ def test_what_was_ignored_at_the_start_stays_ignored(tmp_path):
         assert ours.run.wait(60) == 128 + signal.SIGTERM
 
 
+@in_forked_python
 def test_what_means_nothing_to_a_job_changes_nothing(tmp_path):
     with launcher(tmp_path, "SIGUSR1") as ours:
         for number in (signal.SIGWINCH, signal.SIGPIPE, signal.SIGCONT, signal.SIGURG):
@@ -130,6 +133,7 @@ def _wait_until_stopped(pid):
         time.sleep(0.01)
 
 
+@in_forked_python
 def test_ctrl_z_stops_the_ranks_until_the_launcher_goes_on(tmp_path):
     with launcher(tmp_path, "SIGUSR1", ranks=2) as ours:
         ours.send(signal.SIGTSTP)
@@ -142,6 +146,7 @@ def test_ctrl_z_stops_the_ranks_until_the_launcher_goes_on(tmp_path):
         assert [ours.line(), ours.line()] == ["SIGUSR1", "SIGUSR1"]
 
 
+@in_forked_python
 def test_ranks_are_killed_with_a_launcher_that_another_signal_ends(tmp_path):
     with launcher(tmp_path) as ours:
         rank = os.pidfd_open(ours.pids[0])
@@ -164,19 +169,13 @@ def _signal_the_caller():
     return got
 
 
-def _launch_with_a_handler_of_its_own(place):
-    fork_python()
+@in_forked_python
+def test_a_handler_of_the_process_that_calls_launch_stays_its_own():
     got = []
     signal.signal(signal.SIGUSR1, signal.SIG_DFL)
     signal.signal(signal.SIGUSR2, lambda number, _: got.append(number))
     returned = fastcomm.launch(_signal_the_caller, ranks=1)
-    return returned, got
-
-
-def test_a_handler_of_the_process_that_calls_launch_stays_its_own():
-    assert values_of(fresh_ranks(1, _launch_with_a_handler_of_its_own)) == [
-        ([[signal.SIGUSR1]], [signal.SIGUSR2])
-    ]
+    assert (returned, got) == ([[signal.SIGUSR1]], [signal.SIGUSR2])
 
 
 GOES_ON = """

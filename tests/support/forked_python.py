@@ -29,7 +29,7 @@ from typing import Any, NoReturn
 from tests.support.bodies import Place
 from tests.support.outcomes import values_of
 from tests.support.rank_process import Environment
-from tests.support.ranks import NO_VARIABLES, fresh_ranks
+from tests.support.ranks import NO_VARIABLES, BodyOf, fresh_ranks
 
 _start_process: Callable[..., None] = subprocess.Popen.__init__
 
@@ -75,6 +75,22 @@ def _run(
     ]
 
 
+def in_forked_python(body: Callable[..., None]) -> Callable[..., None]:
+    """Makes a test of a body that runs in a process in which another Python is a fork. The values
+    of its arguments must pickle.
+    """
+
+    def test(**values: Any) -> None:
+        values_of(fresh_ranks(1, _call, BodyOf(body.__module__, body.__name__), values))
+
+    return functools.update_wrapper(test, body)
+
+
+def _call(place: Place, body: BodyOf, values: Mapping[str, Any]) -> None:
+    fork_python()
+    body(**values)
+
+
 def fork_python() -> None:
     """From now on, in this process and its children, another Python is a fork."""
     subprocess.Popen.__init__ = _start
@@ -91,7 +107,10 @@ def _start(
     if isinstance(args, Sequence) and args[0] == sys.executable:
         gc.freeze()  # the child's collections pass over what there is: they would copy all of it
         environment = dict(os.environ if env is None else env)
-        options["preexec_fn"] = functools.partial(_begin, args[1:], environment)
+        prepare = options.get("preexec_fn")
+        options["preexec_fn"] = functools.partial(
+            _begin, [*map(str, args[1:])], environment, prepare
+        )
     _start_process(process, args, *others, env=env, **options)
 
 
@@ -102,19 +121,26 @@ def _become(program: str, command: Sequence[str]) -> NoReturn:
     _begin(command[1:], dict(os.environ))
 
 
-def _begin(arguments: Sequence[str], environment: Mapping[str, str]) -> NoReturn:
+def _begin(
+    arguments: Sequence[str],
+    environment: Mapping[str, str],
+    prepare: Callable[[], None] | None = None,
+) -> NoReturn:
     """Takes the place of exec. A parent that waits for it goes on as the pipe of errors is closed,
     too.
     """
     status = 1
     try:
+        if prepare is not None:
+            prepare()
         _close_files()
         for number in signal.valid_signals():
             if callable(signal.getsignal(number)):
                 signal.signal(number, signal.SIG_DFL)
         for number in (signal.SIGPIPE, signal.SIGXFSZ):  # as Python does when it begins
             signal.signal(number, signal.SIG_IGN)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
         os.environ.clear()
         os.environ.update(environment)
         sys.stdout, sys.stderr = (os.fdopen(os.dup(fd), "w") for fd in (1, 2))

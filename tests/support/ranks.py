@@ -182,7 +182,7 @@ def on_ranks(*world_sizes: int) -> Callable[[Callable[..., None]], Callable[...,
         def test(ranks: Ranks, world_size: int, **values: Any) -> None:
             ranks(
                 world_size,
-                _BodyOf(body.__module__, body.__name__),
+                BodyOf(body.__module__, body.__name__),
                 *(values[other.name] for other in others),
             )
 
@@ -195,8 +195,8 @@ def on_ranks(*world_sizes: int) -> Callable[[Callable[..., None]], Callable[...,
 
 
 @dataclass(frozen=True)
-class _BodyOf:
-    """The body under an `on_ranks` test. Pickles by name: the name in the module belongs to the
+class BodyOf:
+    """The body that a test was made of. Pickles by name: the name in the module belongs to the
     test.
     """
 
@@ -207,8 +207,9 @@ class _BodyOf:
     def __name__(self) -> str:
         return self.name
 
-    def __call__(self, *args: Any) -> Any:
-        return getattr(importlib.import_module(self.module), self.name).__wrapped__(*args)
+    def __call__(self, *args: Any, **values: Any) -> Any:
+        body = getattr(importlib.import_module(self.module), self.name).__wrapped__
+        return body(*args, **values)
 
 
 def torchrun_env(world_size: int) -> list[dict[str, str]]:
