@@ -42,8 +42,7 @@ def dump(folder: str | os.PathLike[str]) -> Path:
     in the folder, which is made if need be; returns its path. Local: no rank waits for another, and
     any thread may call it at any time. A second dump of this process replaces the first.
 
-    `python -m fastcomm diagnose FOLDER` says what the files of all ranks show; torch's own fr_trace
-    reads the files torch_trace_* beside them.
+    `python -m fastcomm diagnose FOLDER` says what the files of all ranks show.
 
     Raises RuntimeError if this process has no communicator, OSError if the folder cannot be
     written.

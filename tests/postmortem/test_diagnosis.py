@@ -21,7 +21,6 @@ from fastcomm.postmortem import diagnosis, dump, dump_files
 from fastcomm.postmortem.flight_recorder import N_KEPT, FlightRecorder
 from tests.support.bodies import Place, communicator, note, noted, wait_for_note
 from tests.support.damage import damaged_json
-from tests.support.forked_python import python
 from tests.support.outcomes import values_of
 from tests.support.ranks import fresh_ranks
 from tests.support.transports import EVERY_TRANSPORT, environment_of
@@ -83,17 +82,6 @@ def test_a_rank_that_does_not_come_is_named_with_the_place_where_it_stands(backe
     assert "in _load_batch" in lines, lines
     assert "reducer 0 was in data, forward and other for" in lines, lines
     assert "no dump" not in lines
-    _check_that_torch_names(LATE, folder)
-
-
-def _check_that_torch_names(rank: int, folder: Path) -> None:
-    """By torch's own program, as it is."""
-    pytest.importorskip("torch.distributed.flight_recorder", reason="torch 2.9 or newer has it")
-    arguments = ["-m", "torch.distributed.flight_recorder.fr_trace", "-p", "torch_trace_", folder]
-    done = python(*map(str, arguments))
-    said = done.stdout + done.stderr
-    assert done.returncode == 0, said
-    assert f"missing ranks: {{{rank}}}" in said and "all_reduce" in said, said
 
 
 def _expect_a_message(place: Place, n_sent: int) -> None:
@@ -199,7 +187,7 @@ def _dump_twice(place: Place) -> tuple[str, list[str]]:
 
 def test_a_dump_on_demand_shows_what_is_over():
     ((names, lines),) = values_of(fresh_ranks(1, _dump_twice))
-    assert names == "['fastcomm_rank_0_PID.json', 'torch_trace_0']"
+    assert names == "['fastcomm_rank_0_PID.json']"
     assert lines[1] == "  rank 0: asked for"
     assert lines[-1] == "  no rank that has left a dump waits in a collective"
 
