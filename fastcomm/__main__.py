@@ -81,7 +81,7 @@ def main() -> int:
     if options.command == "tune":
         become(str(script("bench", "tune")), *rest)
     if options.command == "diagnose":
-        return diagnose(options.folder, options.pid)
+        return diagnose(options.folder)
     facts = info()
     if options.json:
         print(json.dumps({"version": fastcomm.__version__, **facts}, indent=1))
@@ -168,14 +168,10 @@ def add_diagnose(commands: Commands) -> None:
         "diagnose",
         help=says,
         description=f"Says {says}. Ranks that run with FASTCOMM_DUMP=FOLDER write there when they "
-        "fail, and when they are asked.",
+        "fail, and when somebody touches FOLDER/ask.",
         allow_abbrev=False,
     )
-    asked = of_diagnose.add_mutually_exclusive_group(required=True)
-    asked.add_argument("folder", nargs="?", type=Path, help="in which the ranks have left dumps")
-    asked.add_argument(
-        "--pid", nargs="+", type=int, metavar="PID", help="asks these living ranks first"
-    )
+    of_diagnose.add_argument("folder", type=Path, help="in which the ranks have left dumps")
 
 
 def with_name(arguments: list[str]) -> list[str]:
@@ -207,10 +203,8 @@ def run(options: argparse.Namespace) -> int:
     return failure.exit_code
 
 
-def diagnose(folder: Path | None, pids: list[int] | None) -> int:
+def diagnose(folder: Path) -> int:
     try:
-        if folder is None:
-            folder = diagnosis.ask_processes(pids or [])
         print("\n".join(diagnosis.diagnose(folder)))
     except (OSError, ValueError) as error:
         print(error, file=sys.stderr)

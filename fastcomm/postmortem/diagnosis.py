@@ -4,8 +4,6 @@ come, to what, and where it stood; see dump_files.py for the files.
 
 from __future__ import annotations
 
-import os
-import time
 from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -13,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from fastcomm.comm import messages
-from fastcomm.comm.deadline import Deadline
 from fastcomm.comm.who import Process
 from fastcomm.postmortem import dump
 
@@ -48,7 +45,6 @@ _DUMP = {
     "communicators": [_COMMUNICATOR],
 }
 APART_S = 600.0  # the dumps of one job are not further apart
-PATIENCE_S = 10.0  # how long ranks have to answer
 
 
 @dataclass
@@ -272,51 +268,3 @@ def _ranks_in_words(ranks: Sequence[int]) -> str:
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
     return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
-
-
-# ---- living ranks --------------------------------------------------------------------------------
-
-
-def ask_processes(pids: Sequence[int]) -> Path:
-    """Asks these processes, which run with FASTCOMM_DUMP, for their dumps, and waits for them.
-    Returns the folder. Raises ValueError for one that cannot answer, TimeoutError.
-    """
-    folders = {_folder_of(pid) for pid in pids}
-    if len(folders) > 1:
-        raise ValueError(f"the processes have different folders: {', '.join(map(str, folders))}")
-    (folder,) = folders
-    before = time.time()
-    dump.ask(folder)
-    deadline = Deadline(PATIENCE_S)
-    while True:
-        answered = {
-            file["pid"] for file in _read_or_nothing(folder) if file["time_ns"] / 1e9 >= before - 1
-        }
-        silent = [pid for pid in pids if pid not in answered]
-        if not silent:
-            return folder
-        if deadline.is_over():
-            raise TimeoutError(f"no answer from {', '.join(map(str, silent))} in {PATIENCE_S:g} s")
-        time.sleep(0.1)
-
-
-def _read_or_nothing(folder: Path) -> list[dict[str, Any]]:
-    try:
-        return read(folder)
-    except FileNotFoundError:
-        return []
-
-
-def _folder_of(pid: int) -> Path:
-    try:
-        environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-        cwd = os.readlink(f"/proc/{pid}/cwd")
-    except OSError as error:
-        raise ValueError(f"process {pid} cannot be asked: {error.strerror}") from error
-    prefix = f"{dump.VARIABLE}=".encode()
-    for one in environment:
-        if one.startswith(prefix):
-            return Path(cwd, os.fsdecode(one.removeprefix(prefix)))
-    raise ValueError(
-        f"process {pid} was not started with {dump.VARIABLE}=FOLDER: it cannot be asked"
-    )
