@@ -7,11 +7,8 @@ docs/launching.md has a table of what each signal does.
 
 from __future__ import annotations
 
-import codecs
 import contextlib
-import io
 import os
-import selectors
 import signal
 import subprocess
 import sys
@@ -19,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 from fastcomm.comm.deadline import Deadline
 
@@ -29,7 +26,7 @@ _FORWARDED = (signal.SIGUSR1, signal.SIGUSR2)  # by which batch systems announce
 _DEFAULTS = (signal.SIG_DFL, signal.default_int_handler)
 _TICK_S = 0.05  # how often the ranks are looked at
 _GRACE_S = 30.0  # from the signal that is to end a rank to SIGKILL
-_CHUNK = 1 << 16  # all that a pipe holds
+_LAST_S = 1.0  # for what an ended rank has printed last: a child of it may hold the pipe still
 
 
 class Ended(NamedTuple):
@@ -49,8 +46,8 @@ class Processes:
         self, command: Sequence[str], environment: Mapping[str, str], is_plain: bool
     ) -> None:
         self._command, self._environment, self._is_plain = command, environment, is_plain
-        self._running: dict[int, subprocess.Popen[bytes]] = {}
-        self._selector = selectors.DefaultSelector()
+        self._running: dict[int, subprocess.Popen[str]] = {}
+        self._printing: dict[int, list[threading.Thread]] = {}  # by rank
         self._streams = _Stream(sys.stdout), _Stream(sys.stderr)
         self._handlers: dict[signal.Signals, Any] = {}
         self._signal: int | None = None  # that is to end all
@@ -68,28 +65,37 @@ class Processes:
             env={**self._environment, **{name: str(value) for name, value in variables.items()}},
             stdout=stream,
             stderr=stream,
+            # A rank has the same encoding. What is no text in it can be printed all the same.
+            encoding=getattr(sys.stdout, "encoding", None) or "utf-8",
+            errors="backslashreplace",
             start_new_session=True,  # what the terminal sends comes from this process alone
         )
         self._running[rank] = process
-        pipes = process.stdout, process.stderr
-        for pipe, to in zip(pipes, self._streams, strict=True):
-            if pipe is not None:
-                self._selector.register(pipe, selectors.EVENT_READ, _Lines(f"[rank {rank}] ", to))
+        self._printing[rank] = [
+            threading.Thread(target=_print, args=(pipe, f"[rank {rank}] ", to), daemon=True)
+            for pipe, to in zip((process.stdout, process.stderr), self._streams, strict=True)
+            if pipe is not None
+        ]
+        for thread in self._printing[rank]:
+            thread.start()
 
     def ended(self) -> dict[int, Ended]:
-        """The ranks that have ended since the last call, after a moment in which their output is
-        printed. Raises KeyboardInterrupt or SystemExit when a signal is to end this process.
+        """The ranks that have ended since the last call, after a moment; their output is printed.
+        Raises KeyboardInterrupt or SystemExit when a signal is to end this process.
         """
         if self._signal is not None:
             raise _exception_for(self._signal)
-        self._print(_TICK_S)
-        codes = {rank: process.poll() for rank, process in self._running.items()}
-        self._print(0)  # what they have printed last
-        return {
-            rank: Ended(self._running.pop(rank).pid, code)
-            for rank, code in codes.items()
-            if code is not None
+        time.sleep(_TICK_S)
+        ended = {
+            rank: Ended(process.pid, code)
+            for rank, process in self._running.items()
+            if (code := process.poll()) is not None
         }
+        for rank in ended:
+            del self._running[rank]
+            for thread in self._printing.pop(rank):
+                thread.join(_LAST_S)
+        return ended
 
     def end(self, number: int = signal.SIGTERM) -> dict[int, Ended]:
         """Ends all that run. Returns how they have ended."""
@@ -130,9 +136,6 @@ class Processes:
         try:
             self.end(number)
         finally:
-            for key in list(self._selector.get_map().values()):
-                self._close(key)
-            self._selector.close()
             for handled, handler in self._handlers.items():
                 signal.signal(handled, handler)
 
@@ -159,70 +162,39 @@ class Processes:
         signal.signal(number, handler)
         self._send(signal.SIGCONT)
 
-    # -- what the ranks print ----------------------------------------------------------------------
-
-    def _print(self, patience_s: float) -> None:
-        """Prints what there is. patience_s: how long to wait for the first of it."""
-        if not self._selector.get_map():
-            time.sleep(patience_s)
-            return
-        for key, _ in self._selector.select(patience_s):
-            chunk = os.read(key.fd, _CHUNK)
-            if chunk:
-                key.data.write(chunk)
-            else:
-                self._close(key)
-
-    def _close(self, key: selectors.SelectorKey) -> None:
-        key.data.end()
-        self._selector.unregister(key.fileobj)
-        key.fileobj.close()  # type: ignore[union-attr]  # a pipe, not its number
-
 
 class _Stream:
     """Where ranks' lines go. If it cannot be written to, says so once, and drops the lines."""
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream
+        self._lock = threading.Lock()
         self._is_lost = False
-        self.encoding = getattr(stream, "encoding", None) or "utf-8"
 
     def write(self, text: str) -> None:
-        if self._is_lost:
-            return
-        try:
-            self._stream.write(text)
-            self._stream.flush()  # a pipe would keep it until the end
-        except (OSError, ValueError) as error:  # ValueError: somebody has closed it
-            self._is_lost = True
-            with contextlib.suppress(OSError, ValueError):  # that stream may be the one
-                print(
-                    f"what the ranks print is lost from here on, and they go on: {error}; write to "
-                    "a disk with room, or let the reader of the pipe run to the end",
-                    file=sys.stderr,
-                )
+        with self._lock:
+            if self._is_lost:
+                return
+            try:
+                self._stream.write(text)
+                self._stream.flush()  # a pipe would keep it until the end
+            except (OSError, ValueError) as error:  # ValueError: somebody has closed it
+                self._is_lost = True
+                with contextlib.suppress(OSError, ValueError):  # that stream may be the one
+                    print(
+                        f"what the ranks print is lost from here on, and they go on: {error}; "
+                        "write to a disk with room, or let the reader of the pipe run to the end",
+                        file=sys.stderr,
+                    )
 
 
-class _Lines:
-    """Writes what a rank prints to a stream, by whole lines, behind a prefix."""
-
-    def __init__(self, prefix: str, stream: _Stream) -> None:
-        self._prefix, self._stream = prefix, stream
-        # A rank has the same encoding. What is no text in it can be printed all the same.
-        codec = codecs.getincrementaldecoder(stream.encoding)("backslashreplace")
-        # Universal newlines: every update of a progress bar is a line.
-        self._decoder = io.IncrementalNewlineDecoder(codec, translate=True)
-        self._rest = ""
-
-    def write(self, chunk: bytes) -> None:
-        *lines, self._rest = (self._rest + self._decoder.decode(chunk)).split("\n")
-        if lines:
-            self._stream.write("".join(f"{self._prefix}{line}\n" for line in lines))
-
-    def end(self) -> None:
-        rest = self._rest + self._decoder.decode(b"", final=True)
-        if rest:
-            self._stream.write(f"{self._prefix}{rest}\n")
+def _print(pipe: IO[str], prefix: str, to: _Stream) -> None:
+    """On a thread: prints what a rank writes to the pipe, by whole lines. Every update of a
+    progress bar is one: the pipe has universal newlines.
+    """
+    with pipe:
+        for line in pipe:
+            to.write(prefix + line.removesuffix("\n") + "\n")
 
 
 def _exception_for(number: int) -> BaseException:

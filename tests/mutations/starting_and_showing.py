@@ -16,9 +16,9 @@ MUTATIONS = (
     Mutation(
         name="run: a line without an end is lost",
         file=PROCESSES,
-        within="_Lines.end",
-        old="if rest",
-        new="if False",
+        within="_print",
+        old='line.removesuffix("\\n") + "\\n"',
+        new="line",
         tests=(f"{RUNNER}::test_lines_without_an_end_stay_lines_of_their_own",),
     ),
     Mutation(
