@@ -112,7 +112,7 @@ def _fail(folder: Path, error: Exception, is_script: bool) -> None:
 
 
 def _report(folder: Path, error: BaseException, exit_code: int, how: str) -> None:
-    """Leaves for the launcher how this rank has failed: a Raised of call_folder.py."""
+    """Leaves for the launcher how this rank has failed: a Raised of runner.py."""
     is_lost = _comes_of_another(error)
     # as who.Process says it: fastcomm may not be imported
     text = f"rank {os.environ['RANK']} (pid {os.getpid()}) {how}"
@@ -140,13 +140,12 @@ def _comes_of_another(error: BaseException | None) -> bool:
 def _wait_for_cause(folder: Path) -> None:
     """Until a rank has failed by itself, or all have come to their end."""
     from fastcomm.comm.deadline import Deadline  # this rank has fastcomm by now
-    from fastcomm.launching.call_folder import CallFolder
+    from fastcomm.launching import runner
 
-    files = CallFolder(folder)
     deadline = Deadline(_PATIENCE_S)
     while not deadline.is_over():
-        raised = files.raised()
-        if len(raised) + len(files.ended()) == int(os.environ["WORLD_SIZE"]):
+        raised = runner.raised_in(folder)
+        if len(raised) + len(runner.ended_in(folder)) == int(os.environ["WORLD_SIZE"]):
             return
         if not all(one.is_lost for one in raised.values()):
             return

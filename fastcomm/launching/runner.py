@@ -5,12 +5,14 @@ in its place.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import pickle
 import signal
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+import tempfile
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from multiprocessing import spawn
 from pathlib import Path
 from types import NoneType
@@ -20,10 +22,11 @@ from urllib.parse import urlparse
 import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from fastcomm.comm import messages
 from fastcomm.comm.who import Process
 from fastcomm.errors import FastcommError
+from fastcomm.launching import launchers
 from fastcomm.launching.bootstrap import MeetingPoint
-from fastcomm.launching.call_folder import CallFolder, Raised, new_folder
 from fastcomm.launching.cores import cores
 from fastcomm.launching.processes import Ended, Processes
 from fastcomm.transports.shm.ring import MAX_RANKS
@@ -33,6 +36,17 @@ _HAS_ENDED = (  # and a rank that waited for it has lost it
     "\nrank {} has ended with exit code 0, which may be why: make the call on every rank, and "
     "where ranks have different numbers of batches, loop by reducer.join()"
 )
+
+
+class Raised(NamedTuple):
+    """How a rank has failed, as rank_process.py leaves it. is_lost: only because of another one,
+    which may say why.
+    """
+
+    at_s: float
+    is_lost: bool
+    exit_code: int
+    text: str
 
 
 class Failure(NamedTuple):
@@ -75,8 +89,10 @@ def launch(
         )
     ranks, threads = _numbers(ranks, threads)
     packed = _packed(function, args)
-    with new_folder() as folder:
-        folder.write_call(_preparation(), packed)
+    with _new_folder() as name:
+        folder = Path(name)
+        with _in_folder():  # rank_process.py reads it before it has fastcomm
+            (folder / "call").write_bytes(pickle.dumps((_preparation(), packed)))
         failure = _start(ranks, threads, [], folder)
         if failure is not None:
             raise FastcommError(failure.text)
@@ -101,8 +117,8 @@ def run(
         raise ValueError(f"--replace must be at least 0; got {n_replacements}")
     if not Path(command[0]).exists():
         raise FastcommError(f"there is no script {command[0]} in {os.getcwd()}")
-    with new_folder() as folder:
-        return _start(ranks, threads, command, folder, n_replacements, is_plain)
+    with _new_folder() as folder:
+        return _start(ranks, threads, command, Path(folder), n_replacements, is_plain)
 
 
 def _numbers(ranks: int | None, threads: int | None) -> tuple[int, int]:
@@ -139,14 +155,14 @@ def _start(
     ranks: int,
     threads: int,
     script: Sequence[str],
-    folder: CallFolder,
+    folder: Path,
     n_replacements: int = 0,
     is_plain: bool = False,
 ) -> Failure | None:
     """Returns when all have ended: None if well. script: with its arguments; without one the ranks
     make the call that the folder holds.
     """
-    command = (sys.executable, str(_BEGINNING), str(os.getpid()), str(folder.path), *script)
+    command = (sys.executable, str(_BEGINNING), str(os.getpid()), str(folder), *script)
     environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
     # Here, as it is to outlive every rank. Its port is chosen by the system.
     store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
@@ -162,10 +178,10 @@ def _start(
                     continue
                 if not replaces:
                     failures = {rank: ended, **processes.end()}
-                    raised = folder.raised()
-                    failure = _first_failure(failures, raised, folder.ended())
+                    raised = raised_in(folder)
+                    failure = _first_failure(failures, raised, ended_in(folder))
                     return _with_victims(failure, raised) if script else failure
-                own = {r: raised for r, raised in folder.raised().items() if r == rank}
+                own = {r: raised for r, raised in raised_in(folder).items() if r == rank}
                 failure = _first_failure({rank: ended}, own, [])
                 trouble = _why_not_replaced(rank, rank in replaced, folder, n_replacements)
                 if trouble is not None:
@@ -174,7 +190,7 @@ def _start(
                 first_line = failure.text.partition("\n")[0]
                 print(f"{first_line}; another process takes its place", file=sys.stderr)
                 replaced.add(rank)
-                folder.forget(rank)
+                (folder / f"raised-{rank}").unlink(missing_ok=True)
                 processes.start(rank, _variables(rank, ranks, store.port))
     return None
 
@@ -201,30 +217,67 @@ def _variables(rank: int, ranks: int, port: int) -> dict[str, object]:
 
 
 def _are_over(
-    running: Collection[int], replaced: set[int], point: MeetingPoint, folder: CallFolder
+    running: Collection[int], replaced: set[int], point: MeetingPoint, folder: Path
 ) -> bool:
     """Whether all ranks have come to their end, but for those that took the place of others, and
     wait for them in vain.
     """
     if not running:
         return True
-    may_be_too_late = replaced.issuperset(running) and bool(folder.ended())
+    may_be_too_late = replaced.issuperset(running) and bool(ended_in(folder))
     return may_be_too_late and len(point.waiting(list(running))) == len(running)
 
 
-def _why_not_replaced(
-    rank: int, is_new: bool, folder: CallFolder, n_replacements: int
-) -> str | None:
+def _why_not_replaced(rank: int, is_new: bool, folder: Path, n_replacements: int) -> str | None:
     """is_new: it took the place of another, and may have lost a third on its way to the loop."""
-    raised = folder.raised().get(rank)
+    raised = raised_in(folder).get(rank)
     if raised is not None and raised.is_lost and not is_new:
         return f"rank {rank} does not go on without a lost rank: loop by reducer.elastic()"
-    if folder.ended():
+    if ended_in(folder):
         return "no process takes its place, as other ranks have come to their end"
     return None if n_replacements else "no process takes its place: --replace allows no more"
 
 
-# -- a call, its way to the ranks, and back --------------------------------------------------------
+# -- the folder of a call: its way to the ranks, and back ------------------------------------------
+
+
+def _new_folder() -> tempfile.TemporaryDirectory[str]:
+    """For one launcher; no other user can open it."""
+    with _in_folder():
+        return tempfile.TemporaryDirectory(prefix="fastcomm-launch-", ignore_cleanup_errors=True)
+
+
+@contextlib.contextmanager
+def _in_folder() -> Iterator[None]:
+    """Says what to do where something cannot be written there. Raises InitError."""
+    try:
+        yield
+    except OSError as error:
+        raise launchers.no_folder(error) from error
+
+
+def raised_in(folder: Path) -> dict[int, Raised]:
+    """By rank, how it has failed. What cannot be read is a failure all the same."""
+    found = {}
+    for rank, path in _left_in(folder, "raised").items():
+        what = f"what rank {rank} has left of its failure"
+        try:
+            form = float, bool, int, str
+            found[rank] = Raised(*messages.read(path.read_bytes(), form, what))
+        except FastcommError as unreadable:
+            found[rank] = Raised(0.0, False, 1, f"rank {rank} failed; {unreadable}")
+    return found
+
+
+def ended_in(folder: Path) -> list[int]:
+    """The ranks that have come to their end in good order."""
+    return sorted(_left_in(folder, "ended"))
+
+
+def _left_in(folder: Path, what: str) -> dict[int, Path]:
+    """By rank, the files of that name."""
+    named = ((path.name.partition("-")[2], path) for path in folder.glob(f"{what}-*"))
+    return {int(rank): path for rank, path in named if rank.isdecimal()}
 
 
 def _preparation() -> dict[str, Any]:
@@ -262,9 +315,8 @@ def _pickled(value: Any) -> bytes:
     return bytes(cloudpickle.dumps(value))
 
 
-def answer(path: Path, packed: bytes) -> None:
+def answer(folder: Path, packed: bytes) -> None:
     """In a rank: makes the call, and leaves for launch() what it returns."""
-    folder, rank = CallFolder(path), int(os.environ["RANK"])
     function, args = pickle.loads(packed)
     try:
         value = function(*args)
@@ -279,18 +331,19 @@ def answer(path: Path, packed: bytes) -> None:
             "what the function returns cannot be sent to the process that has called launch(): "
             f"{type(error).__name__}: {error}"
         ) from error
-    folder.write_answer(rank, returned)
+    with _in_folder():
+        (folder / f"answer-{os.environ['RANK']}").write_bytes(returned)
 
 
-def _returned(folder: CallFolder, rank: int) -> Any:
-    answer = folder.answer(rank)
-    if answer is None:
+def _returned(folder: Path, rank: int) -> Any:
+    answer = folder / f"answer-{rank}"
+    if not answer.exists():
         raise FastcommError(
             f"rank {rank} ended with exit code 0 before the function had returned: by os._exit(), "
             "or by exit() in a library"
         )
     try:
-        return pickle.loads(answer)
+        return pickle.loads(answer.read_bytes())
     except Exception as error:  # its classes may raise anything
         raise FastcommError(
             f"what rank {rank} has returned cannot be read: {type(error).__name__}: {error}"

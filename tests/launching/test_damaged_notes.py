@@ -18,8 +18,7 @@ from torch.distributed import HashStore, PrefixStore
 
 from fastcomm import FastcommError, InitError
 from fastcomm.comm import messages
-from fastcomm.launching import bootstrap, membership
-from fastcomm.launching.call_folder import CallFolder
+from fastcomm.launching import bootstrap, membership, runner
 from fastcomm.transports.shm.communicator import ShmCommunicator
 from tests.support.damage import damaged_json, damaged_values
 
@@ -31,7 +30,6 @@ TOLD = "what rank 1 has got from rank "
 # By key of the store: what lies there, and what rank 1 may say when it is damaged.
 MET = {
     "1/0": ({"pid": 7, "cores": [0, 1]}, (TOLD,)),
-    "1/all": (['{"pid": 7, "cores": [0]}'] * 17, (TOLD,)),
     "claim/1": (
         [7, HERE],
         ("was given to two processes", "the claim to rank 1 in the store cannot be read: "),
@@ -50,7 +48,7 @@ def test_ranks_that_meet_say_what_is_damaged(key, data):
     store.set(key, data.draw(damaged_json(real)))
     form = {"pid": messages.PID, "cores": [messages.NUMBER]}
     try:
-        met = bootstrap.StoreBootstrap(store, 1, 17 if key == "1/all" else 2, SOON)
+        met = bootstrap.StoreBootstrap(store, 1, 2, SOON)
         seen = met.exchange({"pid": 8, "cores": [1]}, form)[0]
     except InitError as error:
         assert any(one in str(error) for one in words)
@@ -186,10 +184,10 @@ def test_a_file_of_a_peers_own_is_not_taken_for_its_memory(tmp_path):
 @settings(max_examples=60, deadline=None)
 @given(damaged_json([1.5, True, 3, "rank 1 (pid 7) raised ValueError: out of luck"]))
 def test_what_a_rank_has_left_of_its_failure_is_one_though_unreadable(tmp_path_factory, left):
-    folder = CallFolder(tmp_path_factory.mktemp("launch"))
-    (folder.path / "raised-1").write_bytes(left)
-    (folder.path / "raised-me").write_bytes(left)
-    raised = folder.raised()
+    folder = tmp_path_factory.mktemp("launch")
+    (folder / "raised-1").write_bytes(left)
+    (folder / "raised-me").write_bytes(left)
+    raised = runner.raised_in(folder)
     assert set(raised) == {1}
     assert isinstance(raised[1].text, str) and isinstance(raised[1].exit_code, int)
     assert min(raised.values()) == raised[1]

@@ -24,8 +24,8 @@ import fastcomm
 from fastcomm import FastcommError
 from fastcomm.launching import runner
 from fastcomm.launching.bootstrap import MeetingPoint
-from fastcomm.launching.call_folder import CallFolder, Raised
 from fastcomm.launching.processes import Ended
+from fastcomm.launching.runner import Raised
 from tests.support.forked_python import fork_python, python
 from tests.support.outcomes import Outcome, values_of
 from tests.support.ranks import fresh_ranks
@@ -305,12 +305,11 @@ def test_processes_that_replace_all_ranks_are_waited_for_while_they_meet(tmp_pat
     store = HashStore()
     point = MeetingPoint(urlparse("env://"), store)
     point.bootstrap(0, 1, timedelta(seconds=5))
-    folder = CallFolder(tmp_path)
-    assert not runner._are_over({0}, {0}, point, folder)
+    assert not runner._are_over({0}, {0}, point, tmp_path)
     (tmp_path / "ended-1").touch()
-    assert runner._are_over({0}, {0}, point, folder)
-    assert not runner._are_over({0}, set(), point, folder)
-    assert runner._are_over(set(), set(), point, folder)
+    assert runner._are_over({0}, {0}, point, tmp_path)
+    assert not runner._are_over({0}, set(), point, tmp_path)
+    assert runner._are_over(set(), set(), point, tmp_path)
 
 
 def test_a_script_that_does_not_go_on_is_named_where_ranks_are_replaced(tmp_path):
