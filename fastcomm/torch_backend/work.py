@@ -12,7 +12,6 @@ import functools
 import itertools
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
@@ -78,9 +77,6 @@ class SharedCommunicator:
         )
         self.side_stream = torch.cuda.Stream(comm.device) if comm.has_streams else None
         self._progress = _Progress(self.lock)
-        # Collectives whose results are to be put in place, in the order of the calls. Also those
-        # whose Work the caller has dropped: theirs are there after the next barrier, too.
-        self._unplaced: deque[UnderWay] = deque()
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         with self.turn:
@@ -96,7 +92,6 @@ class SharedCommunicator:
             with self.turn:
                 for call in calls:
                     call()
-                self.place_what_has_come()
             put_all(places)
             return Finished(value)
         works: list[Work] = []
@@ -107,17 +102,7 @@ class SharedCommunicator:
             finally:
                 if not self.comm.progresses_itself:
                     self._progress.watch([work for work in works if not work.is_completed()])
-        work = UnderWay(self, works, value, places)
-        if places:
-            self._unplaced.append(work)
-        return registered(work, value)
-
-    def place_what_has_come(self) -> None:
-        """Called by the thread whose turn it is; by several where no turns are needed."""
-        with contextlib.suppress(IndexError):  # there are no more
-            while (work := self._unplaced.popleft()).has_come():
-                work.place_if_good()
-            self._unplaced.appendleft(work)
+        return registered(UnderWay(self, works, value, places), value)
 
     def lost(self, ranks: Collection[int]) -> list[Process]:
         """Those of `ranks` that the communicator has found dead."""
@@ -126,12 +111,10 @@ class SharedCommunicator:
 
     def close(self) -> None:
         self._progress.stop()
-        self._unplaced.clear()
         self.comm.close()
 
     def abort(self) -> None:
         self._progress.stop()
-        self._unplaced.clear()
         self.comm.abort()
 
 
@@ -250,36 +233,21 @@ class UnderWay(BackendWork):
             self._place()  # waits no more, neither for a rank nor for another thread
         elif not self._is_over:
             with self._shared.turn:
-                self._finish()
+                self._place()
         elif self._in_place is not None:  # the current stream may be another one now
             torch.cuda.current_stream(self._shared.comm.device).wait_event(self._in_place)
         return True
 
     synchronize = wait
 
-    def _finish(self) -> None:
-        for work in self._works:
-            work.wait()
-        self._shared.place_what_has_come()  # what came before, and then this one
-        self._place()
-
     def _place(self) -> None:
-        """Puts results in place, once they have come. Raises what ended the collectives."""
+        """Puts results in place when they have come. Raises what ended the collectives."""
         for work in self._works:
             work.wait()
         put_all(self._places)
         self._is_over, self._places = True, ()
         if self._shared.side_stream is not None:
             self._in_place = torch.cuda.current_stream(self._shared.comm.device).record_event()
-
-    def place_if_good(self) -> None:
-        """Places the result, and leaves errors to those who wait."""
-        if not self._is_over:
-            with contextlib.suppress(FastcommError):
-                self._place()
-
-    def has_come(self) -> bool:
-        return self._is_over or all(work.is_completed() for work in self._works)
 
     def _poll(self, seconds: float) -> None:
         deadline = Deadline(seconds)
@@ -306,11 +274,13 @@ class UnderWay(BackendWork):
             self._shared.lock.release()
 
     def _is_placed(self) -> bool:
-        """Whether the collectives are over: then their results are in place."""
-        if not self.has_come():
+        """Whether the collectives are over: then their results are in place. Errors are for those
+        who wait.
+        """
+        if not all(work.is_completed() for work in self._works):
             return False
-        self._shared.place_what_has_come()
-        self.place_if_good()
+        with contextlib.suppress(FastcommError):
+            self._place()
         return True
 
     def is_success(self) -> bool:

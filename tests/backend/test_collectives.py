@@ -335,18 +335,6 @@ def test_a_work_that_says_it_is_completed_has_its_results_in_place(comm, begin):
     assert [tensor.tolist() for tensor in tensors] == wanted
 
 
-@pytest.mark.parametrize("is_async", [False, True], ids=["barrier", "async barrier"])
-@pytest.mark.parametrize("begin", BEGIN)
-@on_ranks(2)
-def test_results_of_a_work_that_was_dropped_are_in_place_after_a_barrier(comm, begin, is_async):
-    world()
-    tensors, wanted = begin(comm)[1:]
-    barrier = dist.barrier(async_op=is_async)
-    if is_async:
-        barrier.wait()
-    assert [tensor.tolist() for tensor in tensors] == wanted
-
-
 @on_ranks(2)
 def test_what_a_caller_writes_after_its_work_was_completed_stays(comm):
     world()
