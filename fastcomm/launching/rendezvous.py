@@ -10,26 +10,18 @@ import contextlib
 import functools
 import os
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.distributed import Store  # type: ignore[attr-defined]
 
 from fastcomm.comm.communicator import Communicator
 from fastcomm.comm.transport import Transport
 from fastcomm.errors import InitError
 from fastcomm.launching import launchers
-from fastcomm.launching.bootstrap import (
-    Caller,
-    StoreBootstrap,
-    meet,
-    meet_in_group,
-    own_connection,
-    said_of,
-)
+from fastcomm.launching.bootstrap import StoreBootstrap, meet, meet_in_group
 from fastcomm.launching.bootstrap import host_identity as _host_identity
 from fastcomm.launching.membership import Fixed, arrive
 from fastcomm.postmortem.dump import watch
@@ -83,39 +75,34 @@ def init(
     place = _choose_device(backend, device, *started_as)
     if place.type == "cuda":
         torch.cuda.set_device(place)
-    is_nccl = _is_nccl(backend, place)
-    connect = functools.partial(_connect_all, group=group, place=place, timeout=timeout)
+    connect_here = functools.partial(connect, device=place, timeout=timeout)
     if group is not None:
         meeting = meet_in_group(group, timeout)
-        comm, neighbours = connect(meeting, backend)
-        comm.membership = Fixed(
-            meeting, functools.partial(connect, group=None), backend, neighbours
-        )
+        comm, neighbours = connect_here(meeting, backend, is_own_store=False)
+        comm.membership = Fixed(meeting, connect_here, backend, neighbours)
     else:
         bootstrap = meet(init_method, rank, world_size, timeout)
-        comm = arrive(bootstrap, connect, backend, timeout)
-        neighbours = comm.membership.neighbours
-    if not is_nccl:
-        _warn_of_threads(comm, neighbours)
-    if comm.rank == 0:
-        _warn_of_torch()
-    _answer_others()
+        comm = arrive(bootstrap, connect_here, backend, timeout)
+    greet(comm, comm.membership.neighbours, comm.rank)
     return comm
 
 
-def _connect_all(
+def connect(
     bootstrap: StoreBootstrap,
     backend: str,
     *,
-    group: dist.ProcessGroup | None,
-    place: torch.device,
+    device: torch.device,
     timeout: timedelta,
+    is_own_store: bool = True,
 ) -> tuple[Transport, list[int]]:
-    """Makes the communicator of ranks that have met. Returns the ranks of this host, too."""
+    """Makes the communicator of ranks that have met. Returns the ranks of this host, too.
+
+    is_own_store: the store where they have met is not that of a torch.distributed group.
+    """
     with _told_to_all(bootstrap):
-        neighbours = _neighbours(bootstrap, backend, place)
-        comm = _communicator(bootstrap, neighbours, place, timeout)
-        if group is None:  # else the store is the group's
+        neighbours = _neighbours(bootstrap, backend, device)
+        comm = _communicator(bootstrap, neighbours, device, timeout)
+        if is_own_store:
             bootstrap.finish()
         # the store may live in one of the ranks: it must not go before all have read from it
         comm.barrier()
@@ -126,38 +113,14 @@ def _is_nccl(backend: str, place: torch.device) -> bool:
     return backend == "nccl" or place.type == "cuda"
 
 
-def connect(
-    store: Store,
-    rank: int,
-    world_size: int,
-    device: torch.device,
-    timeout: timedelta,
-    *,
-    caller: Caller,
-    names: Sequence[int],
-    look: Callable[[], None] | None,
-) -> tuple[Transport, list[int]]:
-    """A communicator as init("auto") makes it, and the ranks of this host.
-
-    store: for these ranks alone. Errors name the caller, and each rank by its number in `names`.
-    look: called while this rank waits for others; raises PeerLostError when one will not come.
+def greet(comm: Transport, ranks: Sequence[int], number: int) -> None:
+    """What a process does once it has a communicator: warns, and from now on tells other ranks, and
+    whoever asks for a dump, where it stands. ranks: of this host. number: this rank's among all.
     """
-    with said_of(names[rank], "this communicator"):
-        own = own_connection(store, timeout)
-        bootstrap = StoreBootstrap(own, rank, world_size, timeout, caller, names, look)
-    if names[rank] == 0:
+    if comm.device.type == "cpu":
+        _warn_of_threads(comm, ranks)
+    if number == 0:
         _warn_of_torch()
-    _answer_others()
-    with _told_to_all(bootstrap):
-        neighbours = _neighbours(bootstrap, "auto", device)
-        comm = _communicator(bootstrap, neighbours, device, timeout)
-        if device.type == "cpu":
-            _warn_of_threads(comm, neighbours.ranks)
-        return comm, neighbours.ranks
-
-
-def _answer_others() -> None:
-    """From now on this process tells other ranks, and whoever asks for a dump, where it stands."""
     watch()
     answer_questions()
 
@@ -182,7 +145,7 @@ def _warn_of_torch() -> None:
             f"fastcomm was tested with torch 2.7 to {major}.{minor}, and never with this one, "
             f"{torch.__version__}"
         )
-        warnings.warn(message, stacklevel=3)
+        warnings.warn(message, stacklevel=4)
 
 
 def _choose_device(
@@ -286,7 +249,7 @@ def _warn_of_threads(comm: Transport, ranks: Sequence[int]) -> None:
             f"{len(ranks)} ranks have {n_threads} threads each, and {n_cores} cores in all: set "
             f"OMP_NUM_THREADS={max(1, n_cores // len(ranks))} in the environment of every rank",
             RuntimeWarning,
-            stacklevel=3,
+            stacklevel=4,
         )
 
 

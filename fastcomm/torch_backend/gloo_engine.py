@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Sequence
+import time
+from collections.abc import Collection, Iterable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -24,11 +25,35 @@ from fastcomm.comm.deadline import Deadline
 from fastcomm.comm.times import LONG_SLICE_S
 from fastcomm.comm.who import Process, in_words
 from fastcomm.errors import PeerLostError
-from fastcomm.torch_backend.peers import Peers
+from fastcomm.launching.bootstrap import process_has_ended
 from fastcomm.torch_backend.work import BackendWork, Finished, Places, put_all, registered
 
 # In the errors of Gloo's connections, which name the source file. Others refuse the arguments.
 _OF_CONNECTIONS = "gloo/transport"
+_DYING_S = 0.3  # a process that is killed closes its connections a little before it counts as ended
+_TRANSFERS = ("send", "recv", "recv_anysource")
+
+
+class Peers:
+    """The processes of a group's other ranks on this host. Torch's engines only say that a
+    connection broke; the kernel knows which process has ended. No thread watches: a look costs a
+    few microseconds per process.
+    """
+
+    def __init__(self, processes: Iterable[Process]) -> None:
+        self._processes = tuple(processes)
+
+    def ended(self, ranks: Collection[int] | None = None) -> list[Process]:
+        """Those of `ranks` (None: all) that have ended."""
+        wanted = [one for one in self._processes if ranks is None or one.rank in ranks]
+        return [one for one in wanted if process_has_ended(one.pid)]
+
+    def ended_soon(self) -> list[Process]:
+        """Returns as `ended`; waits a moment for the first one."""
+        deadline = Deadline(_DYING_S)
+        while not (ended := self.ended()) and not deadline.is_over():
+            time.sleep(0.005)
+        return ended
 
 
 class GlooEngine:
@@ -38,10 +63,12 @@ class GlooEngine:
         """peers: by rank of the group. members: each rank's number among all, for messages."""
         self._gloo, self._peers, self._members = gloo, peers, members
 
-    def collective(self, name: str, *arguments: Any) -> EngineWork:
-        """Calls Gloo's method `name`, in which every rank takes part. It writes to the first of the
-        arguments.
-        """
+    def call(self, name: str, *arguments: Any) -> EngineWork:
+        """Calls Gloo's method `name`, which writes to the first of the arguments."""
+        if name in _TRANSFERS:  # which the loss of a third rank does not end
+            if name != "send":
+                increment_version(arguments[0])
+            return TransferWork(self._call(name, arguments), self, name)
         # Gloo looks at memory alone: it takes gaps, and signs that torch has put off, for nothing.
         places: list[tuple[Tensor, Tensor]] = []
         flat = [_flat(argument, places if i == 0 else []) for i, argument in enumerate(arguments)]
@@ -55,12 +82,6 @@ class GlooEngine:
         registered(work, value)
         return work
 
-    def transfer(self, name: str, *arguments: Any) -> EngineWork:
-        """Runs as `collective`, between two ranks: the loss of a third one does not end it."""
-        if name != "send":
-            increment_version(arguments[0])
-        return TransferWork(self._call(name, arguments), self, name)
-
     def reduce_scatter(self, output: Tensor, parts: Sequence[Tensor], opts: Any) -> Finished:
         """By an all-reduce: Gloo's reduce_scatter takes every op for a sum before torch 2.9, and
         ends the process over a scalar or over unequal parts.
@@ -69,33 +90,24 @@ class GlooEngine:
         whole = torch.cat(flats)
         reduction = c10d.AllreduceOptions()
         reduction.reduceOp, reduction.timeout = opts.reduceOp, opts.timeout
-        self.collective("allreduce", [whole], reduction).wait()
+        self.call("allreduce", [whole], reduction).wait()
         own = whole.split([flat.numel() for flat in flats])[self._gloo.rank()]
         put_all([(output, own.view(output.shape))])
         return Finished([output])
-
-    def monitored_barrier(self, *arguments: Any) -> None:
-        self._call("monitored_barrier", arguments)
 
     def _call(self, name: str, arguments: Sequence[Any]) -> Any:
         try:
             return getattr(self._gloo, name)(*arguments)
         except RuntimeError as error:  # over a connection that broke just before, say
-            self.explain(name, error)
+            self.raise_if_lost(name, error)
             raise
 
     def raise_if_lost(self, name: str, error: RuntimeError | None = None) -> None:
-        """Raises PeerLostError, from Gloo's error if there is one, when a process has ended."""
-        self._blame(self._peers.ended(), name, error)
-
-    def explain(self, name: str, error: RuntimeError) -> None:
-        """Raises as raise_if_lost, but first gives a process whose connection broke the time to
-        end.
+        """Raises PeerLostError, from Gloo's error if there is one, when a process has ended. Gives
+        one whose connection broke the time to end.
         """
         has_broken = _OF_CONNECTIONS in str(error)
-        self._blame(self._peers.ended_soon() if has_broken else self._peers.ended(), name, error)
-
-    def _blame(self, ended: Sequence[Process], name: str, error: RuntimeError | None) -> None:
+        ended = self._peers.ended_soon() if has_broken else self._peers.ended()
         if not ended:
             return
         lost = [one._replace(rank=self._members[one.rank]) for one in ended]
@@ -172,7 +184,7 @@ class EngineWork(BackendWork):
         try:
             self._work.wait()
         except RuntimeError as error:
-            self._engine.explain(self._name, error)
+            self._engine.raise_if_lost(self._name, error)
             raise
         self._place()
         return True
@@ -228,5 +240,5 @@ class TransferWork(EngineWork):
         try:
             return self._work.wait() if timeout is None else self._work.wait(timeout)
         except RuntimeError as error:
-            self._engine.explain(self._name, error)
+            self._engine.raise_if_lost(self._name, error)
             raise

@@ -15,7 +15,7 @@ docs/backend.md. Sub-groups are groups of their own, and made the same way.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -30,11 +30,17 @@ from fastcomm.comm.autograd_stack import caller_is_called_by_autograd
 from fastcomm.comm.collective import CPU_DTYPES, REDUCTIONS, refuse_without_memory
 from fastcomm.comm.who import in_words
 from fastcomm.errors import InitError, PeerLostError
-from fastcomm.launching.bootstrap import Caller, count_as_finished, own_part, said_of
-from fastcomm.launching.rendezvous import connect
+from fastcomm.launching.bootstrap import (
+    Caller,
+    StoreBootstrap,
+    count_as_finished,
+    own_connection,
+    own_part,
+    said_of,
+)
+from fastcomm.launching.rendezvous import connect, greet
 from fastcomm.torch_backend.ddp_buckets import lend_memory_to_ddp
-from fastcomm.torch_backend.gloo_engine import GlooEngine
-from fastcomm.torch_backend.peers import Peers
+from fastcomm.torch_backend.gloo_engine import GlooEngine, Peers
 from fastcomm.torch_backend.work import (
     CallCounter,
     Finished,
@@ -63,10 +69,19 @@ _ALL_GATHER = c10d.AllgatherOptions()
 _REDUCE_SCATTER = c10d.ReduceScatterOptions()
 _BARRIER = c10d.BarrierOptions()
 _ALL_TO_ALL = c10d.AllToAllOptions()
-_REDUCE = c10d.ReduceOptions()
-_GATHER = c10d.GatherOptions()
-_SCATTER = c10d.ScatterOptions()
 _DONE = Finished([])
+
+
+def _left_to_engine(name: str, place: int) -> Callable[..., c10d.Work]:
+    """The method for a collective that torch's engine does alone. place: of the argument whose
+    first tensor says on which device.
+    """
+
+    def call(group: ProcessGroup, *arguments: Any) -> c10d.Work:
+        group._count()
+        return group._by_engine(name, arguments[place][0], *arguments)
+
+    return call
 
 
 class ProcessGroup(dist.ProcessGroup):
@@ -121,16 +136,19 @@ class ProcessGroup(dist.ProcessGroup):
         """Makes a communicator. Also returns the processes of the other ranks on this host."""
         world = dist.group.WORLD
         look = partial(world.look_for, self._members) if isinstance(world, ProcessGroup) else None
+        number = self._members[self.rank()]
+        with said_of(number, "this communicator"):
+            store = own_connection(PrefixStore(name, self._store), self._timeout)
+            bootstrap = StoreBootstrap(
+                *(store, self.rank(), self.size(), self._timeout),
+                caller=caller,
+                names=self._members,
+                look=look,
+            )
         comm, neighbours = connect(
-            PrefixStore(name, self._store),
-            self.rank(),
-            self.size(),
-            device,
-            self._timeout,
-            caller=caller,
-            names=self._members,
-            look=look,
+            bootstrap, "auto", device=device, timeout=self._timeout, is_own_store=False
         )
+        greet(comm, neighbours, number)
         return SharedCommunicator(comm), Peers(
             comm.processes[rank] for rank in neighbours if rank != self.rank()
         )
@@ -217,25 +235,15 @@ class ProcessGroup(dist.ProcessGroup):
     # want the GIL while it holds the engine's lock.
 
     def _by_engine(self, name: str, tensor: Tensor, *arguments: Any) -> c10d.Work:
-        """Leaves a collective to torch's engine for the device of `tensor`.
+        """Leaves a call to torch's engine for the device of `tensor`.
 
         name: of the engine's method. arguments: the tensors it writes to come first.
         """
         if tensor.is_cpu:
             refuse_without_memory(tensor)
-            return self._gloo.collective(name, *arguments)
-        return getattr(self._engine_of(tensor), name)(*arguments)
-
-    def _sent_by_engine(self, name: str, tensor: Tensor, *arguments: Any) -> c10d.Work:
-        """Runs as _by_engine, for transfers from one rank to another."""
-        if tensor.is_cpu:
-            refuse_without_memory(tensor)
-            return self._gloo.transfer(name, *arguments)
-        return getattr(self._engine_of(tensor), name)(*arguments)
-
-    def _engine_of(self, tensor: Tensor) -> Any:
+            return self._gloo.call(name, *arguments)
         if tensor.is_cuda and self._nccl_engine is not None:
-            return self._nccl_engine
+            return getattr(self._nccl_engine, name)(*arguments)
         devices = "cpu" if self._nccl_engine is None else "cpu and cuda"
         message = f"the backend {NAME!r} takes tensors on {devices}; got one on {tensor.device}"
         raise ValueError(message)
@@ -341,12 +349,7 @@ class ProcessGroup(dist.ProcessGroup):
             pairs = zip(outputs, inputs, strict=True)
             works = [self._by_engine("_allgather_base", inp, out, inp, opts) for out, inp in pairs]
             return _last_of(works)
-        flats = [output.contiguous() for output in outputs]
-        calls = [
-            partial(shared.comm.all_gather_single, flat, inp.contiguous())
-            for flat, inp in zip(flats, inputs, strict=True)
-        ]
-        return shared.run(calls, outputs, list(zip(outputs, flats, strict=True)), is_async(opts))
+        return self._run_each(shared, shared.comm.all_gather_single, outputs, inputs, opts)
 
     def reduce_scatter(
         self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = _REDUCE_SCATTER
@@ -381,9 +384,21 @@ class ProcessGroup(dist.ProcessGroup):
                     for out, inp in zip(outputs, inputs, strict=True)
                 ]
             )
+        return self._run_each(shared, shared.comm.reduce_scatter_single, outputs, inputs, opts, op)
+
+    def _run_each(
+        self,
+        shared: SharedCommunicator,
+        call: Callable[..., Any],
+        outputs: list[Tensor],
+        inputs: list[Tensor],
+        opts: Any,
+        *op: str,
+    ) -> c10d.Work:
+        """Makes the communicator's call for each output and its input."""
         flats = [output.contiguous() for output in outputs]
         calls = [
-            partial(shared.comm.reduce_scatter_single, flat, inp.contiguous(), op)
+            partial(call, flat, inp.contiguous(), *op)
             for flat, inp in zip(flats, inputs, strict=True)
         ]
         return shared.run(calls, outputs, list(zip(outputs, flats, strict=True)), is_async(opts))
@@ -405,27 +420,10 @@ class ProcessGroup(dist.ProcessGroup):
 
     # -- what torch's engine does alone --
 
-    def reduce(self, tensors: list[Tensor], opts: Any = _REDUCE) -> c10d.Work:
-        self._count()
-        return self._by_engine("reduce", tensors[0], tensors, opts)
-
-    def gather(
-        self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = _GATHER
-    ) -> c10d.Work:
-        self._count()
-        return self._by_engine("gather", inputs[0], outputs, inputs, opts)
-
-    def scatter(
-        self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = _SCATTER
-    ) -> c10d.Work:
-        self._count()
-        return self._by_engine("scatter", outputs[0], outputs, inputs, opts)
-
-    def allgather_coalesced(
-        self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = _ALL_GATHER
-    ) -> c10d.Work:
-        self._count()
-        return self._by_engine("allgather_coalesced", inputs[0], outputs, inputs, opts)
+    reduce = _left_to_engine("reduce", 0)
+    gather = _left_to_engine("gather", 1)
+    scatter = _left_to_engine("scatter", 0)
+    allgather_coalesced = _left_to_engine("allgather_coalesced", 1)
 
     def all_to_all_single(
         self,
@@ -460,20 +458,14 @@ class ProcessGroup(dist.ProcessGroup):
         )
         return Finished(outputs)
 
-    def monitored_barrier(
-        self, timeout: timedelta | None = None, wait_all_ranks: bool = False
-    ) -> None:
-        self._count()
-        self._gloo.monitored_barrier(timeout or self._timeout, wait_all_ranks)
-
     def send(self, tensors: list[Tensor], dst: int, tag: int) -> c10d.Work:
-        return self._sent_by_engine("send", tensors[0], tensors, dst, tag)
+        return self._by_engine("send", tensors[0], tensors, dst, tag)
 
     def recv(self, tensors: list[Tensor], src: int, tag: int) -> c10d.Work:
-        return self._sent_by_engine("recv", tensors[0], tensors, src, tag)
+        return self._by_engine("recv", tensors[0], tensors, src, tag)
 
     def recv_anysource(self, tensors: list[Tensor], tag: int) -> c10d.Work:
-        return self._sent_by_engine("recv_anysource", tensors[0], tensors, tag)
+        return self._by_engine("recv_anysource", tensors[0], tensors, tag)
 
     # torch 2.13's names, beside the older ones.
     all_gather_single = _allgather_base

@@ -17,7 +17,6 @@ from torch import Tensor
 from torch.distributed import _functional_collectives as functional
 
 from fastcomm.torch_backend import gloo_engine
-from fastcomm.torch_backend.peers import Peers
 from tests.support import process_groups
 from tests.support.process_groups import world
 from tests.support.ranks import on_ranks
@@ -107,5 +106,5 @@ class _CompletedAtTheLastMoment:
 
 def test_a_collective_that_is_completed_as_a_wait_times_out_has_not_failed():
     gloo = SimpleNamespace(rank=lambda: 0, all_reduce=lambda *_: _CompletedAtTheLastMoment())
-    engine = gloo_engine.GlooEngine(gloo, Peers([]), [0])
-    assert engine.collective("all_reduce", [_bytes(1)]).wait(timedelta(seconds=9))
+    engine = gloo_engine.GlooEngine(gloo, gloo_engine.Peers([]), [0])
+    assert engine.call("all_reduce", [_bytes(1)]).wait(timedelta(seconds=9))

@@ -11,8 +11,7 @@ import pytest
 
 from fastcomm.comm.who import Process
 from fastcomm.errors import PeerLostError
-from fastcomm.torch_backend.gloo_engine import GlooEngine
-from fastcomm.torch_backend.peers import Peers
+from fastcomm.torch_backend.gloo_engine import GlooEngine, Peers
 
 # As Gloo says it; the path is that of its sources where torch was built.
 BROKEN = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer"
@@ -66,17 +65,19 @@ def test_lost_ranks_of_a_group_are_named_by_their_numbers_of_all(ended):
 
 def test_an_error_of_gloo_s_says_nothing_of_ranks_that_live(running):
     engine = GlooEngine(SimpleNamespace(rank=lambda: 0), Peers([Process(1, running.pid)]), [0, 1])
-    engine.explain("gather", RuntimeError(BROKEN))
+    engine.raise_if_lost("gather", RuntimeError(BROKEN))
 
 
 def test_a_process_whose_connection_broke_is_given_the_time_to_end(running):
     engine = GlooEngine(SimpleNamespace(rank=lambda: 0), Peers([Process(1, running.pid)]), [0, 1])
     threading.Timer(0.05, running.kill).start()
     with pytest.raises(PeerLostError, match=rf"rank 1 \(pid {running.pid}\) died"):
-        engine.explain("gather", RuntimeError(BROKEN))
+        engine.raise_if_lost("gather", RuntimeError(BROKEN))
 
 
 def test_a_call_that_gloo_refuses_waits_for_no_process(running):
     engine = GlooEngine(SimpleNamespace(rank=lambda: 0), Peers([Process(1, running.pid)]), [0, 1])
     with mock.patch.object(Peers, "ended_soon", side_effect=AssertionError):
-        engine.explain("gather", RuntimeError("ProcessGroupGloo::gather: unsupported device type"))
+        engine.raise_if_lost(
+            "gather", RuntimeError("ProcessGroupGloo::gather: unsupported device type")
+        )

@@ -7,7 +7,7 @@ from tests.mutations.mutation import Mutation
 PROCESS_GROUP = "fastcomm/torch_backend/process_group.py"
 WORK = "fastcomm/torch_backend/work.py"
 HOOK = "fastcomm/torch_backend/ddp_hook.py"
-PEERS = "fastcomm/torch_backend/peers.py"
+GLOO_ENGINE = "fastcomm/torch_backend/gloo_engine.py"
 
 HOOK_TESTS = ("tests/backend/test_ddp_hook.py",)
 COLLECTIVES_TESTS = ("tests/backend/test_collectives.py",)
@@ -41,7 +41,7 @@ MUTATIONS = (
     ),
     Mutation(
         name="backend: a process that ended a moment later is not looked for",
-        file=PEERS,
+        file=GLOO_ENGINE,
         within="Peers.ended_soon",
         old="not deadline.is_over()",
         new="deadline.is_over()",
