@@ -4,9 +4,8 @@ stopped, or where its host has left the network.
 
 from __future__ import annotations
 
-import contextlib
-import queue
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 from functools import partial
 from typing import Any, TypeVar
 
@@ -29,29 +28,18 @@ def answer_of(ask: Callable[[], T], patience_s: float) -> T:
     """What `ask` returns or raises, on a thread of its own. Raises Silence if it does neither for
     so long; the thread is then left behind.
     """
-    answers: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
+    answer: Future[T] = Future()
 
     def run() -> None:
         try:
-            answers.put((ask(), None))
+            answer.set_result(ask())
         except BaseException as error:
-            answers.put((None, error))
+            answer.set_exception(error)
 
     start_thread("fastcomm asking", run)
-
-    def look(seconds: float) -> tuple[Any, BaseException | None] | None:
-        with contextlib.suppress(queue.Empty):
-            return answers.get(timeout=seconds)
-        return None
-
-    answer = Deadline(patience_s).await_(look)
-    if answer is None:
+    if not Deadline(patience_s).await_(lambda seconds: wait([answer], seconds).done):
         raise Silence(f"the store has not answered for {patience_s:.0f} s")
-    value, error = answer
-    if error is not None:
-        raise error
-    given: T = value
-    return given
+    return answer.result()
 
 
 class Asked:

@@ -39,8 +39,6 @@ from fastcomm.launching import launchers
 from fastcomm.launching.asking import ANSWER_S, Asked, Silence, answer_of
 
 _POLL_S, _LONGEST_POLL_S = 0.002, 0.05
-# Among more ranks than these, rank 0 collects the values: the store has 2 N to give, not N * N.
-_FEW = 16
 _LONGEST_KNOCK_S = 10.0
 _TAKEN_IN = "taken in"
 _PROCESS = uuid.uuid4().hex  # with its pid it names a process: a forked child has another one
@@ -154,56 +152,39 @@ class StoreBootstrap:
         """
         self._n_exchanges += name is None
         self._exchange = name or str(self._n_exchanges)
-        values = self._exchange_now(value, form, look or self.look)
+        keys = [f"{self._exchange}/{rank}" for rank in range(self.world_size)]
+        self._asked.deadline = Deadline(self.timeout.total_seconds())
         try:
-            self._pass_on()
-        except RuntimeError as error:
-            raise self.lost(error) from error
-        return values
-
-    def _exchange_now(self, value: Any, form: messages.Form, look: Callable[[], None]) -> list[Any]:
-        deadline = self._asked.deadline = Deadline(self.timeout.total_seconds())
-        try:
-            self._asked.set(f"{self._exchange}/{self.rank}", json.dumps(value))
-            if self.rank > 0 and self.world_size > _FEW:
-                collected = self._get("all", deadline, look)
-                of_all = (str,) * self.world_size
-                sent = messages.read(collected, of_all, self._what_from(0), InitError)
-            else:
-                sent = [text_of(self._get(r, deadline, look)) for r in range(self.world_size)]
-                if self.world_size > _FEW:
-                    self._asked.set(f"{self._exchange}/all", json.dumps(sent))
-            return [
-                messages.read(one, form, self._what_from(r), InitError)
-                for r, one in enumerate(sent)
+            self._asked.set(keys[self.rank], json.dumps(value))
+            self._await_all(keys, self._asked.deadline, look or self.look)
+            values = [
+                messages.read(sent, form, f"what {self.name} has got from rank {whose}", InitError)
+                for whose, sent in zip(self.names, self._asked.multi_get(keys), strict=True)
             ]
+            self._pass_on()
         except FastcommError:
             raise
         except RuntimeError as error:
             raise self.lost(error) from error
         finally:
             self._asked.deadline = None
-
-    def _what_from(self, rank: int) -> str:
-        return f"what {self.name} has got from rank {self.names[rank]}"
+        return values
 
     def lost(self, error: RuntimeError) -> InitError:
         return InitError(f"{self.name} lost the meeting point (did rank 0 end?): {error}")
 
-    def _get(self, whose: int | str, deadline: Deadline, look: Callable[[], None]) -> bytes:
-        key, pause = f"{self._exchange}/{whose}", _POLL_S
-        while not self._asked.check([key]):
+    def _await_all(self, keys: Sequence[str], deadline: Deadline, look: Callable[[], None]) -> None:
+        pause = _POLL_S
+        while not self._asked.check(keys):
             look()
             if deadline.is_over():
-                raise self._missing()
+                raise self._missing(keys)
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_POLL_S)
-        return bytes(self._asked.get(key))
 
-    def _missing(self) -> FastcommError:
-        came = [self._asked.check([f"{self._exchange}/{r}"]) for r in range(self.world_size)]
-        missing = [name for name, is_there in zip(self.names, came, strict=True) if not is_there]
-        missing = missing or [self.names[0]]  # has not passed on what it has
+    def _missing(self, keys: Sequence[str]) -> FastcommError:
+        ranks = zip(self.names, keys, strict=True)
+        missing = [name for name, key in ranks if not self._asked.check([key])]
         how_long = f"{waited(self.timeout.total_seconds())} in {self.caller}"
         kind = TimeoutError if self._is_collective else InitError
         return kind(
