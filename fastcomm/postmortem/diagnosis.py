@@ -1,5 +1,5 @@
 """Diagnosis: what the dumps of all ranks say about a job that hung or failed. Which rank did not
-come, to what, and where it stood; see dump_files.py for the files.
+come, to what, and where it stood; see dump.py for the files.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from fastcomm.comm.who import Process
 from fastcomm.postmortem import dump
 
 _NS = range(2**62)
-# The form of a dump: see dump_files.py, which writes more than is read here.
+# The form of a dump: see dump.py, which writes more than is read here.
 _ENTRY = {
     "epoch": messages.NUMBER,
     "number": messages.NUMBER,
@@ -185,12 +185,8 @@ def position_of(entry: dict[str, Any]) -> tuple[int, int]:
     return entry["epoch"], entry["number"]
 
 
-def verdict(group: Group) -> list[str]:
+def verdict(group: Group) -> Iterator[str]:
     """Who waits for whom, and where that one stands."""
-    return list(_verdict(group))
-
-
-def _verdict(group: Group) -> Iterator[str]:
     absent = group.absent
     yield group.in_words()
     # On a GPU a rank learns late that something is over. Where one has its result, all have come to

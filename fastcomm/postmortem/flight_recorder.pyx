@@ -1,6 +1,6 @@
 # cython: language_level=3
 """FlightRecorder: the newest collectives of one communicator on this rank, kept for dumps, which
-dump_files.py writes.
+dump.py writes.
 
 Every collective comes through here. So noting one is a handful of stores and one look at the coarse
 clock, which is right to within 4 ms; the exact one would cost more than everything else here.

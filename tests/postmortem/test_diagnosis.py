@@ -18,7 +18,7 @@ from hypothesis import given, settings
 
 import fastcomm
 from fastcomm.comm.who import processes_of
-from fastcomm.postmortem import diagnosis, dump, dump_files
+from fastcomm.postmortem import diagnosis, dump
 from fastcomm.postmortem.flight_recorder import N_KEPT, FlightRecorder
 from tests.support.bodies import Place, communicator, note, noted, wait_for_note
 from tests.support.damage import damaged_json
@@ -270,16 +270,16 @@ def test_what_comes_before_in_a_lane_is_over():
     for entry in entries[1::2]:
         entry.lane = 1
     entries[2].end()  # of lane 0
-    over = dump_files.over_of(recorder.entries(), 0)
+    over = dump.over_of(recorder.entries(), 0)
     assert over == [True, False, True, False, False]
-    assert dump_files.over_of(recorder.entries(), 1) == [True] * 5  # the ranks have met anew
+    assert dump.over_of(recorder.entries(), 1) == [True] * 5  # the ranks have met anew
 
 
 @pytest.mark.parametrize("kind", [fastcomm.TimeoutError, fastcomm.PeerLostError])
 def test_what_a_failure_has_cut_short_is_not_over(kind):
     recorder = _recorder()
     recorder.note("barrier", None, 0, 1).end(kind("lost"))
-    assert dump_files.over_of(recorder.entries(), 0) == [False]
+    assert dump.over_of(recorder.entries(), 0) == [False]
 
 
 def test_what_an_earlier_job_has_left_is_not_read(tmp_path):
@@ -298,7 +298,7 @@ def _dump() -> dict[str, object]:
     recorder.note("all_reduce", torch.float32, 5, 2, "sum", -1, 65537)
     head = {"version": 1, "rank": 0, "pid": 1, "host": "h", "time_ns": 2 * 10**9, "why": "asked"}
     threads = {"MainThread": ["in f"], "another": []}
-    return head | {"threads": threads, "communicators": [dump_files._as_dict(recorder)]}
+    return head | {"threads": threads, "communicators": [dump._as_dict(recorder)]}
 
 
 def test_a_dump_as_a_rank_writes_it_has_a_verdict(tmp_path):
@@ -329,7 +329,7 @@ def test_the_verdict_is_on_the_oldest_collective_that_somebody_waits_for():
     file = {"pid": 1, "host": "h", "time_ns": 1, "threads": {"MainThread": ["in f"]}}
     ahead = [_entry(6, True), _entry(7, False), _entry(8, False)]
     ranks = [diagnosis.Rank(0, file, ahead, {}), diagnosis.Rank(1, file, [_entry(6, True)], {})]
-    lines = diagnosis.verdict(diagnosis.Group("shm", 2, ranks))
+    lines = list(diagnosis.verdict(diagnosis.Group("shm", 2, ranks)))
     assert lines[1] == "  rank 0 waits for collective number 7, barrier"
     assert lines[2] == "  rank 1 (pid 1, h) has not come to number 7"
     assert lines[-1] == "      in f"
@@ -341,7 +341,7 @@ def test_different_calls_under_one_number_are_shown_side_by_side():
         return diagnosis.Rank(number, {"pid": 1, "host": "h"}, [entry], {})
 
     group = diagnosis.Group("nccl", 2, [rank(0, "barrier"), rank(1, "all_reduce of 3")])
-    assert diagnosis.verdict(group) == [
+    assert list(diagnosis.verdict(group)) == [
         "Communicator 'nccl' of 2 ranks:",
         "  rank 0 waits for collective number 7, barrier",
         "  rank 1 waits for collective number 7, all_reduce of 3",

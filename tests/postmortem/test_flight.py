@@ -9,7 +9,7 @@ import torch
 
 import fastcomm
 from fastcomm.comm.objects import gather_objects
-from fastcomm.postmortem.dump_files import in_words, over_of
+from fastcomm.postmortem.dump import in_words, over_of
 from tests.support.ranks import on_ranks
 from tests.support.transports import over as over_transports
 
