@@ -15,7 +15,6 @@ import json
 import logging
 import os
 import time
-import weakref
 from collections.abc import Callable, Collection, Sequence
 from datetime import timedelta
 from functools import partial
@@ -137,15 +136,6 @@ def _member_of(n_started: int, only: int | None = None) -> messages.Form:
 
 # Makes a communicator over a backend, once ranks have met. Returns the ranks of this host, too.
 Connect = Callable[[StoreBootstrap, str], tuple[Transport, Sequence[int]]]
-
-
-class _Newest:
-    """The communicator that ranks have now that have met anew. Those that it has followed share
-    this, so that none of them keeps one in between alive.
-    """
-
-    def __init__(self) -> None:
-        self.comm: Any = None  # a Transport
 
 
 class Fixed:
@@ -298,8 +288,7 @@ class Membership(Fixed):
         neighbours = [rank for rank, one in enumerate(meeting.members) if one.host == here]
         super().__init__(bootstrap, connect, parts, neighbours)
         self._point, self._meeting = point, meeting
-        self._newest: _Newest | None = None  # once another has followed
-        self._of_older: Callable[[], _Newest | None] = lambda: None
+        self._newest: Transport | None = None  # once another has followed
         self.is_rebuilt = meeting.number > 0
         self.is_new = is_new
         self._silent_until = 0.0  # the store, for all that is known
@@ -310,7 +299,9 @@ class Membership(Fixed):
 
     @property
     def newest(self) -> Transport | None:
-        return None if self._newest is None else self._newest.comm
+        if self._newest is not None:  # lets go of those in between
+            self._newest = self._newest.membership.newest or self._newest
+        return self._newest
 
     # -- meeting anew ------------------------------------------------------------------------------
 
@@ -322,12 +313,9 @@ class Membership(Fixed):
         if newest is not None:
             membership: Membership = newest.membership
             return membership.rebuild(newest, timeout)
-        made = self._meet_anew(comm, timeout)
-        self._newest = self._of_older() or _Newest()
-        self._newest.comm = made
-        made.membership._of_older = weakref.ref(self._newest)
+        self._newest = self._meet_anew(comm, timeout)
         comm.close()
-        return made
+        return self._newest
 
     def _meet_anew(self, comm: Transport, timeout: timedelta) -> Transport:
         self._point.patience = timeout
