@@ -34,26 +34,21 @@ def _siblings(cpu: int, sys: Path) -> str:
 
 
 def _groups(root: Path, cgroup: Path) -> list[Path]:
-    """The folders of the groups that this process is in, up to the root: of version 2, and of
-    version 1. A container may see its own group as the root.
+    """The folders of the groups of version 2 that this process is in, up to the root. A container
+    may see its own group as the root.
     """
     folders = []
     for line in _read(cgroup).splitlines():
-        _, controllers, path = line.split(":", 2)
-        if controllers == "" or "cpu" in controllers.split(","):
-            base = root / "cpu" if controllers else root
-            group = base / path.lstrip("/")
-            folders += [group, *(one for one in group.parents if one.is_relative_to(base))]
+        if line.startswith("0::"):
+            group = root / line.removeprefix("0::").lstrip("/")
+            folders += [group, *(one for one in group.parents if one.is_relative_to(root))]
     return folders
 
 
 def _quota(folder: Path) -> float:
     """How many CPUs' time the group may use."""
-    limit, _, period = _read(folder / "cpu.max").partition(" ")
-    if not period:
-        limit, period = _read(folder / "cpu.cfs_quota_us"), _read(folder / "cpu.cfs_period_us")
-    # "max" and -1 mean no limit
-    return int(limit) / int(period) if limit.isdecimal() and period.isdecimal() else _NO_LIMIT
+    limit, _, period = _read(folder / "cpu.max").partition(" ")  # of "max": no limit
+    return int(limit) / int(period) if limit.isdecimal() else _NO_LIMIT
 
 
 def _read(path: Path) -> str:

@@ -58,11 +58,3 @@ def test_the_quota_of_any_group_above_counts(machine, group):
     machine.put("fs/cgroup/slice/job/cpu.max", "max 100000")
     machine.put(f"fs/cgroup/{group}cpu.max", "200000 100000")
     assert machine.count(*range(4)) == 2
-
-
-@pytest.mark.parametrize("quota, expected", [(-1, 4), (300000, 3)])
-def test_a_quota_of_the_first_version_counts(machine, quota, expected):
-    machine.cgroup.write_text("5:memory:/job\n3:cpu,cpuacct:/docker/job\n")
-    machine.put("fs/cgroup/cpu/cpu.cfs_quota_us", quota)
-    machine.put("fs/cgroup/cpu/cpu.cfs_period_us", 100000)
-    assert machine.count(*range(4)) == expected
