@@ -6,20 +6,18 @@
 #     bash ci/torch_versions.sh [version ...]
 #
 # The oldest version that pyproject.toml promises comes first. The last is the newest that pip finds
-# here, up to NEWEST_TESTED_TORCH of fastcomm/launching/rendezvous.py.
+# here, up to TESTED.
 set -euo pipefail
 cd "$(dirname "$0")/.."
+TESTED=2.15
 folder=build/torch-versions
 mkdir -p "$folder"
 table=()
 status=0
 
 newest() { # of the versions up to the tested one
-    local tested
-    tested=$(sed -n 's/^NEWEST_TESTED_TORCH = (\(.*\), \(.*\))$/\1.\2/p' \
-        fastcomm/launching/rendezvous.py)
     python3 -m pip install --quiet --dry-run --ignore-installed --no-deps --report - \
-        "torch<=$tested.99" | python3 -c '
+        "torch<=$TESTED.99" | python3 -c '
 import json, sys
 print(json.load(sys.stdin)["install"][0]["metadata"]["version"])'
 }

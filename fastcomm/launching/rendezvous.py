@@ -33,7 +33,6 @@ from fastcomm.transports.nccl.communicator import NcclCommunicator
 from fastcomm.transports.shm.communicator import ShmCommunicator
 from fastcomm.transports.shm.ring import MAX_RANKS
 
-NEWEST_TESTED_TORCH = (2, 15)
 BACKENDS = ("auto", "shm", "nccl", "group", "hierarchical")
 
 
@@ -83,7 +82,7 @@ def init(
     else:
         bootstrap = meet(init_method, rank, world_size, timeout)
         comm = arrive(bootstrap, connect_here, backend, timeout)
-    greet(comm, comm.membership.neighbours, comm.rank)
+    greet(comm, comm.membership.neighbours)
     return comm
 
 
@@ -113,14 +112,12 @@ def _is_nccl(backend: str, place: torch.device) -> bool:
     return backend == "nccl" or place.type == "cuda"
 
 
-def greet(comm: Transport, ranks: Sequence[int], number: int) -> None:
-    """What a process does once it has a communicator: warns, and from now on tells other ranks, and
-    whoever asks for a dump, where it stands. ranks: of this host. number: this rank's among all.
+def greet(comm: Transport, ranks: Sequence[int]) -> None:
+    """What a process does once it has a communicator: warns of too many threads, and from now on
+    tells other ranks, and whoever asks for a dump, where it stands. ranks: of this host.
     """
     if comm.device.type == "cpu":
         _warn_of_threads(comm, ranks)
-    if number == 0:
-        _warn_of_torch()
     watch()
     answer_questions()
 
@@ -134,18 +131,6 @@ def _told_to_all(bootstrap: StoreBootstrap) -> Iterator[None]:
         with contextlib.suppress(RuntimeError):  # the meeting point may be what failed
             bootstrap.fail(f"{bootstrap.name} failed in {bootstrap.caller}: {error}")
         raise
-
-
-@functools.cache
-def _warn_of_torch() -> None:
-    """Says, once in a process, that this torch is newer than any that the tests were run with."""
-    major, minor = NEWEST_TESTED_TORCH
-    if tuple(map(int, torch.__version__.split(".")[:2])) > NEWEST_TESTED_TORCH:
-        message = (
-            f"fastcomm was tested with torch 2.7 to {major}.{minor}, and never with this one, "
-            f"{torch.__version__}"
-        )
-        warnings.warn(message, stacklevel=4)
 
 
 def _choose_device(

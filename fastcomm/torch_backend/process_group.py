@@ -136,8 +136,7 @@ class ProcessGroup(dist.ProcessGroup):
         """Makes a communicator. Also returns the processes of the other ranks on this host."""
         world = dist.group.WORLD
         look = partial(world.look_for, self._members) if isinstance(world, ProcessGroup) else None
-        number = self._members[self.rank()]
-        with said_of(number, "this communicator"):
+        with said_of(self._members[self.rank()], "this communicator"):
             store = own_connection(PrefixStore(name, self._store), self._timeout)
             bootstrap = StoreBootstrap(
                 *(store, self.rank(), self.size(), self._timeout),
@@ -148,7 +147,7 @@ class ProcessGroup(dist.ProcessGroup):
         comm, neighbours = connect(
             bootstrap, "auto", device=device, timeout=self._timeout, is_own_store=False
         )
-        greet(comm, neighbours, number)
+        greet(comm, neighbours)
         return SharedCommunicator(comm), Peers(
             comm.processes[rank] for rank in neighbours if rank != self.rank()
         )

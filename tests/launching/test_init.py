@@ -7,14 +7,12 @@ import warnings
 
 import pytest
 import torch
-import torch.distributed as dist
 
 import fastcomm
 from fastcomm import FastcommError, InitError
 from fastcomm.comm.who import Process
 from fastcomm.launching import rendezvous
-from tests.support import process_groups
-from tests.support.bodies import communicator, gloo
+from tests.support.bodies import gloo
 from tests.support.outcomes import values_of
 from tests.support.ranks import fresh_ranks, torchrun_env
 from tests.support.reference import (
@@ -185,16 +183,6 @@ def test_one_rank_needs_neither_launcher_nor_meeting_point(monkeypatch, backend)
         assert tensor.item() == 3
 
 
-def _init_alone(place):
-    with fastcomm.init("nccl", world_size=1) as comm:
-        return _describe(comm)
-
-
-def test_one_rank_over_nccl_needs_no_meeting_point():
-    ((rank, world_size, _, _, backend),) = outcomes_of(1, _init_alone, transport="nccl")
-    assert (rank, world_size, backend) == (0, 1, "nccl")
-
-
 def _one_fails_alone_while_the_group_meets(place):
     def fail():
         raise OSError("out of luck")
@@ -242,24 +230,3 @@ def test_one_rank_of_a_host_warns_of_more_threads_than_cores():
 
 def test_ranks_that_are_bound_to_cores_of_their_own_may_have_as_many_threads():
     assert outcomes_of(2, _warnings_of_init, 6, SIX, SIX_OTHERS) == [[], []]
-
-
-def _warnings_of_two_starts(place, torch_version, start_backend):
-    torch.__version__ = torch_version
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for file in ("first", "second"):
-            if start_backend:
-                process_groups.start(place, file=file)
-                dist.destroy_process_group()
-            else:
-                communicator(place).close()
-    return [str(one.message) for one in caught if "fastcomm was tested" in str(one.message)]
-
-
-@pytest.mark.parametrize("start_backend", [False, True], ids=["init", "init_process_group"])
-def test_rank_0_says_once_that_torch_is_newer_than_the_tests_know(start_backend):
-    of_first, of_second = outcomes_of(2, _warnings_of_two_starts, "2.16.0a0+cpu", start_backend)
-    (warning,) = of_first
-    assert "with torch 2.7 to 2.15, and never with this one, 2.16.0a0+cpu" in warning
-    assert of_second == []
