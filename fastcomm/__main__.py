@@ -22,7 +22,7 @@ from typing import NoReturn, TypeAlias
 import torch
 
 import fastcomm
-from fastcomm.launching import launchers, runner
+from fastcomm.launching import runner
 from fastcomm.launching.cores import cores
 from fastcomm.postmortem import diagnosis
 from fastcomm.transports.cuda import driver as cuda_driver
@@ -63,10 +63,6 @@ examples:
 
 
 def main() -> int:
-    # What follows the name of a script is the script's.
-    asked = sys.argv[1:3] if sys.argv[1:2] == ["run"] else sys.argv[1:]
-    if not {"-h", "--help", "--version"}.isdisjoint(asked) and not launchers.is_first_rank():
-        return 0  # the first one says it
     parser = make_parser()
     options, rest = parser.parse_known_args(with_name(sys.argv[1:]))
     if rest and options.command in ("run", "info", "diagnose"):

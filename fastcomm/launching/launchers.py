@@ -18,7 +18,7 @@ from fastcomm.errors import InitError
 
 _DEFAULT_PORT = 29500  # torch's
 _FIRST_SLURM_PORT = 15000
-_PARENT, _TERMINAL, _START_TIME = 1, 4, 19  # of what _stat() returns
+_PARENT, _START_TIME = 1, 19  # of what _stat() returns
 
 
 class Launcher(NamedTuple):
@@ -58,12 +58,6 @@ def launcher() -> Launcher:
     if found is None:
         raise _not_set("RANK")
     return found
-
-
-def is_first_rank() -> bool:
-    """Whether this is rank 0, or no launcher has started this process."""
-    found = _launcher_or_none()
-    return found is None or os.environ.get(found.rank, "0") == "0"
 
 
 def local_rank(rank: int | None, world_size: int | None) -> int | None:
@@ -123,24 +117,7 @@ def first_host(hosts: str) -> str:
 
 
 def _launcher_or_none() -> Launcher | None:
-    found = next((one for one in LAUNCHERS if (one.sign or one.rank) in os.environ), None)
-    return None if found is SRUN and _is_interactive() else found
-
-
-def _is_interactive() -> bool:
-    """A shell that srun has started: what is started from there by hand is no task of its own. The
-    name is also that of a job of salloc's, in whose shell srun starts tasks without a terminal.
-    """
-    is_named_so = os.environ.get("SLURM_JOB_NAME") in ("bash", "interactive")
-    return is_named_so and _has_terminal(os.environ.get("SLURM_TASK_PID", "self"))
-
-
-def _has_terminal(pid: str) -> bool:
-    """Whether the process has a terminal, or is hidden."""
-    try:
-        return _stat(pid)[_TERMINAL] != "0"
-    except OSError:
-        return True
+    return next((one for one in LAUNCHERS if (one.sign or one.rank) in os.environ), None)
 
 
 def _port(otherwise: int | None = None) -> int:

@@ -169,22 +169,9 @@ def test_the_demo_runs_on_two_ranks(console: Console) -> None:
     assert replaced.value.command[-2:] == ["--steps", "3"]
 
 
-@pytest.mark.parametrize(
-    "command", [(), ("info",), ("demo",), ("bench",), ("bench", "step"), ("tune",)]
-)
-@pytest.mark.parametrize("variable", ["RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK"])
-def test_other_ranks_than_the_first_leave_the_help_to_it(
-    console: Console, monkeypatch: pytest.MonkeyPatch, variable: str, command: tuple[str, ...]
-) -> None:
-    monkeypatch.setenv(variable, "1")
-    assert console.prints(*command, "--help") == ""
-
-
 def test_what_a_script_is_told_is_no_question_for_help(
     console: Console, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else -h of a script would do nothing on all ranks but the first, and report success."""
-    monkeypatch.setenv("SLURM_PROCID", "1")
     ran = []
     monkeypatch.setattr(command_line.runner, "run", lambda *arguments: ran.append(arguments))
     status, _, _ = console("run", "train.py", "-h", "128")

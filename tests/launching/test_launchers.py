@@ -5,9 +5,7 @@ all; ci/launchers.sh runs the real mpiexecs.
 from __future__ import annotations
 
 import os
-import pty
 import re
-import signal
 import subprocess
 import sys
 from datetime import timedelta
@@ -225,51 +223,6 @@ def test_what_is_no_address_is_refused(bare, names, name, value, words):
         fastcomm.init(timeout=SOON)
 
 
-def test_ranks_meet_at_an_address_of_version_6_in_brackets():
-    env = [{**its, "MASTER_ADDR": "[::1]"} for its in torchrun_env(2)]
-    assert values_of(fresh_ranks(2, _describe, env=env)) == [(0, 2, 0, "shm"), (1, 2, 1, "shm")]
-
-
-@pytest.fixture
-def task():
-    """The pid of a process as srun starts it: in a session of its own."""
-    with subprocess.Popen(["sleep", "100"], start_new_session=True) as process:
-        yield str(process.pid)
-        process.kill()
-
-
-@pytest.fixture
-def task_with_terminal():
-    """As of `srun --pty`."""
-    pid, terminal = pty.fork()
-    if pid == 0:
-        os.execvp("sh", ["sh", "-c", "echo; exec sleep 100"])
-    os.read(terminal, 1)  # it has begun
-    yield str(pid)
-    os.kill(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
-    os.close(terminal)
-
-
-@pytest.mark.parametrize("job", ["bash", "interactive"])
-def test_a_shell_that_srun_has_started_is_no_rank(bare, task_with_terminal, job):
-    put_up(bare, SLURM, SLURM_JOB_NAME=job, SLURM_TASK_PID=task_with_terminal)
-    with pytest.raises(InitError, match="RANK is not set.*-m fastcomm run.*torchrun.*mpirun"):
-        fastcomm.init(timeout=SOON)
-
-
-def test_what_srun_starts_in_a_shell_of_salloc_is_a_rank(bare, task):
-    put_up(bare, SLURM, SLURM_JOB_NAME="interactive", SLURM_TASK_PID=task)
-    assert launchers.launcher() is launchers.SRUN
-
-
-def test_a_task_that_is_hidden_is_taken_for_a_shell_by_its_jobs_name(bare):
-    put_up(bare, SLURM, SLURM_JOB_NAME="bash", SLURM_TASK_PID=str(2**22 + 1))
-    assert launchers.is_first_rank()
-    with pytest.raises(InitError, match="RANK is not set"):
-        launchers.launcher()
-
-
 def test_a_step_of_slurm_meets_on_its_own_first_host(bare):
     put_up(bare, SLURM, SLURM_STEP_NODELIST="gpu[3,5]-ib", SLURM_JOB_ID="1234567")
     assert launchers.meeting_point(launchers.launcher(), 2) == "tcp://gpu3-ib:19567"
@@ -341,7 +294,6 @@ def test_a_file_in_the_place_of_the_folder_is_refused(bare, tmp_path):
 
 def test_a_rank_that_its_launcher_does_not_tell_is_asked_for(bare):
     bare.setenv("MPI_LOCALRANKID", "0")
-    assert launchers.is_first_rank()
     with pytest.raises(InitError, match="PMI_RANK is not set"):
         fastcomm.init(timeout=SOON)
 
