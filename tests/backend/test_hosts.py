@@ -19,7 +19,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parameters_to_vector
 
 import fastcomm
-from fastcomm.transports.group.communicator import GroupCommunicator
 from tests.support import process_groups
 from tests.support.models import backward, mlp
 from tests.support.outcomes import values_of
@@ -83,21 +82,6 @@ def test_what_is_chained_to_a_future_may_call_collectives(comm):
         lambda one: dist.all_reduce(one.value()[0], async_op=True).get_future().wait()[0]
     )
     assert chained.wait().tolist() == [4.0] * 3
-
-
-def _crowded(place):
-    fastcomm.launching.rendezvous.MAX_RANKS = 1
-    start(place)
-    assert isinstance(dist.group.WORLD._cpu.comm, GroupCommunicator)
-    integers = torch.tensor([2 * place.rank])
-    dist.all_reduce(integers, dist.ReduceOp.AVG)
-    assert integers.item() == 1
-    dist.destroy_process_group()
-
-
-def test_more_ranks_on_a_host_than_shared_memory_takes_meet_over_the_network():
-    env = {"GLOO_SOCKET_IFNAME": "lo"}
-    values_of(fresh_ranks(2, _crowded, env=env))
 
 
 # DDP

@@ -39,16 +39,6 @@ def test_a_process_has_ended_once_it_was_killed(running, ended):
     assert peers.ended([1]) == []
 
 
-def test_a_process_that_was_reaped_has_ended(ended):
-    ended.wait()
-    assert Peers([Process(1, ended.pid)]).ended() == [Process(1, ended.pid)]
-
-
-def test_a_process_that_ends_a_moment_later_is_found(running):
-    threading.Timer(0.05, running.kill).start()
-    assert Peers([Process(1, running.pid)]).ended_soon() == [Process(1, running.pid)]
-
-
 def test_a_process_that_does_not_end_is_not_waited_for_long(running):
     assert Peers([Process(1, running.pid)]).ended_soon() == []
 

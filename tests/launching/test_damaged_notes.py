@@ -87,27 +87,6 @@ def test_a_damaged_note_of_a_meeting_is_an_error(note):
         assert meeting.in_words() and meeting.own_rank is None
 
 
-@settings(max_examples=20, deadline=None)
-@given(st.data())
-def test_a_process_that_is_taken_in_by_a_damaged_note_says_so(data):
-    note = data.draw(damaged_json(MEETING)).decode(errors="replace")
-    point = bootstrap.MeetingPoint(urlparse("env://"), HashStore())
-
-    def connect(met: bootstrap.StoreBootstrap, _: str) -> Any:
-        if not taken_in:
-            taken_in.append(True)
-            point.take_in(note)
-            met.exchange(None, object)
-        raise InterruptedError
-
-    taken_in: list[bool] = []
-
-    met = point.bootstrap(1, 2, SOON)
-    with pytest.raises((FastcommError, InterruptedError)) as caught:
-        membership.arrive(met, connect, "shm", SOON)
-    assert caught.type is InterruptedError or " cannot be read: " in str(caught.value)
-
-
 @settings(max_examples=60, deadline=None)
 @given(st.sampled_from(["came/1", "leader", "members"]), st.data())
 def test_ranks_that_meet_anew_say_which_note_is_damaged(key, data):
