@@ -116,7 +116,10 @@ def diagnose(folder: Path) -> list[str]:
     """
     files = read(folder)
     lines = [f"{len(files)} dump{'s' if len(files) > 1 else ''} in {folder}"]
-    for why, ranks in _reasons(files).items():
+    reasons: dict[str, list[int]] = {}
+    for file in files:
+        reasons.setdefault(file["why"], []).append(file["rank"])
+    for why, ranks in reasons.items():
         lines.append(f"  {_ranks_in_words(ranks)}: {why}")
     for group in groups_of(files):
         if group.channel is None or any(one.waits_for(()) for one in group.ranks):
@@ -139,13 +142,6 @@ def read(folder: Path) -> list[dict[str, Any]]:
     newest = max(file["time_ns"] for file in files)
     of_one_job = [file for file in files if newest - file["time_ns"] < APART_S * 1e9]
     return sorted(of_one_job, key=lambda file: int(file["rank"]))
-
-
-def _reasons(files: Sequence[dict[str, Any]]) -> dict[str, list[int]]:
-    reasons: dict[str, list[int]] = {}
-    for file in files:
-        reasons.setdefault(file["why"], []).append(file["rank"])
-    return reasons
 
 
 def groups_of(files: Sequence[dict[str, Any]]) -> list[Group]:

@@ -22,7 +22,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from fastcomm.comm.collective import name_of
 from fastcomm.comm.deadline import Deadline
 from fastcomm.comm.lifetime import call_on_failure, n_failure_calls
 from fastcomm.comm.words import called
@@ -221,10 +220,6 @@ def _as_dict(recorder: FlightRecorder) -> dict[str, Any]:
                 "number": number,
                 "what": in_words(entry) if channel is None else _message_in_words(entry),
                 "kind": entry.kind if channel is None else "message",
-                "op": entry.op,
-                "dtype": None if entry.dtype is None else name_of(entry.dtype),
-                "numel": entry.numel,
-                "root": entry.root,
                 "label": entry.label,
                 "posted_ns": entry.posted_ns,
                 "started_ns": entry.started_ns,

@@ -8,7 +8,6 @@ user only. Ranks of other hosts ask by a note instead: see watchdog.py.
 
 from __future__ import annotations
 
-import builtins
 import os
 import socket
 import struct
@@ -112,7 +111,7 @@ def ask(pid: int) -> str:
                 return ""
             with asker.makefile("rb") as answer:
                 return answer.read(MOST_BYTES).decode(errors="replace")
-    except builtins.TimeoutError:
+    except TimeoutError:
         state = _state_of(pid)
         if not state:
             return ""
