@@ -46,9 +46,8 @@ class HookState:
         if self.wire_dtype is None or self.wire_dtype == buffer.dtype:
             return buffer
         wire = self._wires.get(index)
-        if (
-            wire is None or wire.numel() != buffer.numel()
-        ):  # DDP cuts new buckets after the first step
+        # DDP cuts new buckets after the first step.
+        if wire is None or wire.numel() != buffer.numel():
             wire = self._wires[index] = self.comm.empty(buffer.numel(), dtype=self.wire_dtype)
         return wire
 

@@ -193,9 +193,6 @@ class EngineWork(BackendWork):
         put_all(self._places)
         self._places = ()
 
-    def synchronize(self) -> None:
-        self.wait()
-
     def is_completed(self) -> bool:
         """Also puts the results in place: an error is for wait()."""
         if not self._work.is_completed():

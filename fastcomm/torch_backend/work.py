@@ -132,8 +132,10 @@ class BackendWork(c10d.Work):
     dies, and torch waits for ever for the other half. So C++ has to get `held(work)`.
     """
 
-    def block_current_stream(self) -> None:
+    def synchronize(self) -> None:
         self.wait()
+
+    block_current_stream = synchronize
 
     def boxed(self) -> Any:
         return held(self).boxed()
@@ -196,8 +198,6 @@ class Finished(BackendWork):
     def wait(self, timeout: timedelta | None = None) -> bool:
         return True
 
-    synchronize = wait
-
     def is_completed(self) -> bool:
         return True
 
@@ -238,8 +238,6 @@ class UnderWay(BackendWork):
             torch.cuda.current_stream(self._shared.comm.device).wait_event(self._in_place)
         return True
 
-    synchronize = wait
-
     def _place(self) -> None:
         """Puts results in place when they have come. Raises what ended the collectives."""
         for work in self._works:
@@ -255,33 +253,29 @@ class UnderWay(BackendWork):
             if deadline.is_over():
                 raise TimeoutError(
                     f"rank {self._shared.comm.rank} waited {seconds:g} s for a collective of the "
-                    "backend 'fastcomm', which goes on: wait "
-                    "again, or with a longer timeout"
+                    "backend 'fastcomm', which goes on: wait again, or with a longer timeout"
                 )
             time.sleep(_POLL_S)
 
     def is_completed(self) -> bool:
-        if self._is_over:
-            return True
-        if self._shared.comm.is_threadsafe:
-            return self._is_placed()
-        # The thread whose turn it is may be waiting for something else: the answer is no then.
-        if not self._shared.lock.acquire(timeout=_TURN_S):
-            return False
-        try:
-            return self._is_placed()
-        finally:
-            self._shared.lock.release()
-
-    def _is_placed(self) -> bool:
         """Whether the collectives are over: then their results are in place. Errors are for those
         who wait.
         """
-        if not all(work.is_completed() for work in self._works):
+        if self._is_over:
+            return True
+        takes_turns = not self._shared.comm.is_threadsafe
+        # The thread whose turn it is may be waiting for something else: the answer is no then.
+        if takes_turns and not self._shared.lock.acquire(timeout=_TURN_S):
             return False
-        with contextlib.suppress(FastcommError):
-            self._place()
-        return True
+        try:
+            if not all(work.is_completed() for work in self._works):
+                return False
+            with contextlib.suppress(FastcommError):
+                self._place()
+            return True
+        finally:
+            if takes_turns:
+                self._shared.lock.release()
 
     def is_success(self) -> bool:
         return self.is_completed() and self.exception() is None
@@ -315,9 +309,8 @@ class UnderWay(BackendWork):
             return future
         if self._shared.comm.is_threadsafe and caller_is_called_by_autograd():
             begun: Future[None] = Future()
-            future = begun.then(
-                lambda _: self.result()
-            )  # raises inside the callback, where torch's C++ notices
+            # Raises inside the callback, where torch's C++ notices.
+            future = begun.then(lambda _: self.result())
             start_thread("fastcomm-future", begun.set_result, None)
             return future
         return Finished(self.result()).get_future()
