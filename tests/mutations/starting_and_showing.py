@@ -17,8 +17,8 @@ MUTATIONS = (
         name="run: a line without an end is lost",
         file=PROCESSES,
         within="_print",
-        old='line.removesuffix("\\n") + "\\n"',
-        new="line",
+        old='prefix + line.removesuffix("\\n") + "\\n"',
+        new="prefix + line",
         tests=(f"{RUNNER}::test_lines_without_an_end_stay_lines_of_their_own",),
     ),
     Mutation(
