@@ -265,7 +265,6 @@ def meet(
     """Opens the store that init_method names."""
     place = _parsed(init_method)
     is_alone = place.scheme == "env" and world_size == 1
-    is_told = is_alone and rank is None
     is_served = False
     if is_alone:  # there is nobody to meet, so no launcher is needed
         rank = int(os.environ.get("RANK", 0)) if rank is None else rank
@@ -279,10 +278,9 @@ def meet(
     if rank is None or world_size is None:
         raise ValueError(f"init_method {init_method!r} needs rank= and world_size=")
     if world_size < 1 or not 0 <= rank < world_size:
-        whose = "; RANK is a launcher's: leave world_size= to it" if is_told else ""
         raise InitError(
-            f"rank must be from 0 to world_size - 1; got rank {rank} and world_size {world_size}"
-            f"{whose}"
+            f"rank must be from 0 to world_size - 1; got rank {rank} and world_size {world_size}; "
+            "leave out both where a launcher sets them"
         )
     # Else the variable is left from another launcher: torchrun's store is there before its ranks.
     is_server = rank == 0 and not (is_served and _listens(place))

@@ -108,10 +108,6 @@ def connect(
         return comm, neighbours.ranks
 
 
-def _is_nccl(backend: str, place: torch.device) -> bool:
-    return backend == "nccl" or place.type == "cuda"
-
-
 def greet(comm: Transport, ranks: Sequence[int]) -> None:
     """What a process does once it has a communicator: warns of too many threads, and from now on
     tells other ranks, and whoever asks for a dump, where it stands. ranks: of this host.
@@ -153,14 +149,11 @@ def _choose_device(
     ):
         raise InitError(
             f"no transport {backend!r} for device {place}: fastcomm reduces on the CPU (shm, "
-            "hierarchical, group) "
-            "and on CUDA devices (nccl)"
+            "hierarchical, group) and on CUDA devices (nccl)"
         )
-    return (
-        torch.device("cuda", torch.cuda.current_device())
-        if place.type == "cuda" and place.index is None
-        else place
-    )
+    if place.type == "cuda" and place.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return place
 
 
 def _check_arguments(backend: str, init_method: object, timeout: object, group: object) -> None:
@@ -206,9 +199,8 @@ def _communicator(
         if away:
             raise InitError(
                 f"rank {bootstrap.rank} shares no memory with ranks {away}: they run on another "
-                "host (or in another container). "
-                "The shm transport needs all ranks on one host; across hosts use 'hierarchical', "
-                "or 'auto'"
+                "host (or in another container). The shm transport needs all ranks on one host; "
+                "across hosts use 'hierarchical', or 'auto'"
             )
         return ShmCommunicator(*place, bootstrap, timeout)  # type: ignore[abstract]
     if neighbours.backend == "hierarchical":
@@ -273,7 +265,7 @@ def _neighbours(bootstrap: StoreBootstrap, backend: str, place: torch.device) ->
     """Finds out which ranks run on which host, and which backend they use: the ranks exchange their
     hosts and which backend they ask for. Raises InitError where they ask for different ones.
     """
-    asked = "nccl" if _is_nccl(backend, place) else backend
+    asked = "nccl" if place.type == "cuda" else backend
     told = bootstrap.exchange([_host_identity(), asked], (str, str))
     hosts: dict[str, list[int]] = {}
     for rank, (identity, _) in enumerate(told):

@@ -76,13 +76,7 @@ def launch(
     FastcommError, too, when the function or its arguments cannot be pickled; TypeError for ranks or
     threads that are no int, ValueError for less than one.
     """
-    main = sys.modules["__main__"]
-    if getattr(main, "__file__", None) == "<stdin>":
-        raise FastcommError(
-            "launch() cannot start a script that Python reads from stdin, as each rank imports it "
-            "again: save it as a file"
-        )
-    if getattr(main, "is_importing", False):  # rank_process.py
+    if getattr(sys.modules["__main__"], "is_importing", False):  # rank_process.py
         raise FastcommError(
             "launch() is called where this script is imported, as each rank does: call it under "
             'if __name__ == "__main__":'

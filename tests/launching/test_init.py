@@ -167,7 +167,7 @@ def test_init_refuses_bad_arguments(options, error, words):
 
 def test_a_world_of_one_under_a_launcher_is_told_whose_its_rank_is(monkeypatch):
     monkeypatch.setenv("RANK", "1")
-    with pytest.raises(InitError, match="world_size 1; RANK is a launcher's"):
+    with pytest.raises(InitError, match="rank 1 and world_size 1; leave out both where a launcher"):
         fastcomm.init(world_size=1)
 
 
