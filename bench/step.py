@@ -10,7 +10,6 @@ bucket views), in one run.
     python -m fastcomm bench step --models mlp gpt2 --ways local fastcomm skipping clipped
     python -m fastcomm bench step --models mlp --ways local hooks python wait fastcomm ddp
     python -m fastcomm bench step --ways local fastcomm unreduced backend ddp
-    python -m fastcomm bench step --models gpt2 --memory   what parameters and gradients take
     python -m fastcomm bench step --hook-cost   what the reducer costs per parameter
     python -m fastcomm bench step --from bench/results/step-2ranks.json --plot step.svg   only draws
 
@@ -39,8 +38,7 @@ reduces nothing: what DDP itself takes, for its copies above all. "backend_views
 "unreduced_views" are the same with bucket views.
 
 "sharded" is fastcomm.ShardedOptimizer: each rank steps its shard, and its step is set beside the
-local one, which steps everything. Printed with it: the bytes of optimizer state of each rank. In
-"shared" all ranks have one copy of the parameters (share_parameters=True).
+local one, which steps everything. Printed with it: the bytes of optimizer state of each rank.
 """
 
 from __future__ import annotations
@@ -48,7 +46,6 @@ from __future__ import annotations
 import argparse
 import copy
 import functools
-import gc
 import statistics
 import sys
 import time
@@ -96,9 +93,8 @@ PARTS = {
     "all of DDP": ("local", "ddp"),
 }
 IN_PARTS = ("hooks", "python", "wait")
-SHARDED_WAYS = ("sharded", "shared")
 DDP_WAYS = ("unreduced", "backend", "ddp", "unreduced_views", "backend_views", "ddp_views")
-WAYS = ("local", *IN_PARTS, "fastcomm", *WORDS, *SHARDED_WAYS, *DDP_WAYS)
+WAYS = ("local", *IN_PARTS, "fastcomm", *WORDS, "sharded", *DDP_WAYS)
 NARROW_WAYS = ("fastcomm_bf16", "ddp_bf16", "fastcomm_int8")  # over NCCL
 # What a way gives to its reducer, and to DDP.
 REDUCED: dict[str, dict[str, Any]] = {
@@ -139,8 +135,6 @@ def main() -> int:
     with harness.started(__file__, n_ranks) as ranks:
         if options.hook_cost:
             report_hook_cost(ranks)
-        elif options.memory:
-            report_memory(ranks, options)
         else:
             report_steps(ranks, options)
     return 0
@@ -177,9 +171,6 @@ def parse_options() -> argparse.Namespace:
     )
     parser.add_argument(
         "--hook-cost", action="store_true", help="measure the reducer's Python, not steps"
-    )
-    parser.add_argument(
-        "--memory", action="store_true", help="measure the shared segments' memory, not steps"
     )
     options = report.parse(parser, rounds=16)
     known = (CUDA_CASES if options.device == "cuda" else CASES) | EMBEDDINGS
@@ -242,16 +233,6 @@ class Methods:
             "seconds": harness.take_turns(turns, self.options.rounds, self.comm.barrier),
             "state_mb": {way: megabytes(optimizer) for way, optimizer in optimizers.items()},
         }
-
-    def memory(self, name: str, way: str) -> float:
-        """Megabytes of all ranks' segments, while a model is trained this way."""
-        gc.collect()
-        before = segments_mb(self.comm)
-        chosen = argparse.Namespace(optimizer=self.options.optimizer, ways=[way])
-        steps, _ = make_steps(self.comm, CASES[name], chosen)
-        for _ in range(2):
-            steps[way]()
-        return segments_mb(self.comm) - before
 
     def hook_cost(self) -> dict[str, float]:
         """Microseconds: of the reducer and of recording by parameter, of phases by step."""
@@ -344,9 +325,8 @@ def make_optimizer(
     way: str, model: torch.nn.Module, reducer: Any, name: str
 ) -> torch.optim.Optimizer:
     kind, defaults = OPTIMIZERS[name]
-    if way in SHARDED_WAYS:
-        is_shared = way == "shared"
-        return fastcomm.ShardedOptimizer(reducer, kind, share_parameters=is_shared, **defaults)
+    if way == "sharded":
+        return fastcomm.ShardedOptimizer(reducer, kind, **defaults)
     optimizer: torch.optim.Optimizer = kind(model.parameters(), **defaults)
     if way in ("clipped", "clipped_by_torch"):
         clip_before(optimizer, reducer if way == "clipped" else None)
@@ -374,21 +354,6 @@ def clip_before(optimizer: torch.optim.Optimizer, reducer: Any) -> None:
             reducer.clip_grad_norm_(MAX_NORM)
 
     optimizer.register_step_pre_hook(clip)
-
-
-def segments_mb(comm: Any) -> float:
-    """Collective."""
-    pss = torch.zeros(1, dtype=torch.float64)
-    is_ours = False
-    comm.barrier()
-    with open("/proc/self/smaps") as maps:
-        for line in maps:
-            if "-" in line.split(" ", 1)[0]:
-                is_ours = "memfd:fastcomm" in line
-            elif is_ours and line.startswith("Pss:"):
-                pss += float(line.split()[1]) * 1024 / 1e6
-    comm.all_reduce(pss)
-    return float(pss)
 
 
 def cpu_time_of_backward(model: torch.nn.Module) -> float:
@@ -520,18 +485,6 @@ def print_machine(results: dict[str, Any], is_cuda: bool) -> None:
         print(tables.WIDE_NOTE)
     if is_cuda:
         print(f"NCCL {machine.nccl_version()}")
-
-
-def report_memory(ranks: launch.Ranks, options: argparse.Namespace) -> None:
-    """Proportional set size (PSS) of the segments in which parameters and gradients lie, all ranks
-    together: a page that n ranks have mapped counts 1/n for each.
-    """
-    for name in options.models or CASES:
-        for way in SHARDED_WAYS:
-            taken = ranks.call("memory", name=name, way=way)[0]
-            one = sum(p.numel() * p.itemsize for p in CASES[name].make_model().parameters()) / 1e6
-            share = f"{taken / one:.2f} times a model's parameters"
-            print(f"{name}, {way}: {taken:.0f} MB, {share}", flush=True)
 
 
 def report_hook_cost(ranks: launch.Ranks) -> None:

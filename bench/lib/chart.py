@@ -38,7 +38,6 @@ LOOKS = {
     "clipped": ("clipped", "tab:pink", "-"),
     "clipped_by_torch": ("clipped by torch", "tab:gray", "-"),
     "sharded": ("sharded optimizer", "tab:green", "-"),
-    "shared": ("and one copy\nof the parameters", "tab:olive", "-"),
     "ddp": ("DDP", "tab:orange", "-"),
     "ddp_views": ("DDP, bucket views", "bisque", "-"),
     "backend": ('backend "fastcomm"', "steelblue", "-"),

@@ -136,7 +136,6 @@ class Transport(Communicator):
     # Capabilities, by which callers choose; they ask for no transport by its type.
     has_streams: bool  # work is ordered by streams, on which buckets note their gradients
     cuda: Any  # where there are streams: the device, a fastcomm.transports.cuda.driver.Device
-    has_common_memory: bool  # empty_for_all() is possible
     # all ranks hear of a collective before any of them has its result, and which one it is
     announces: bool
     counts_nonfinite: bool  # buckets have square_sum() and n_nonfinite()
@@ -149,13 +148,6 @@ class Transport(Communicator):
         as it should.
         """
         self.abandonment = None
-
-    def empty_for_all(self, numel: int, *, dtype: torch.dtype) -> Tensor:
-        """Returns one tensor for all ranks, else as `empty`: what one writes, the others read.
-        Collective. All ranks drop it before they ask for the next one, or keep it; the memory stays
-        as long as any rank has it. Only where has_common_memory.
-        """
-        raise NotImplementedError
 
     @abc.abstractmethod
     def broadcast_all(self, tensors: list[Tensor], src: int = 0) -> None:

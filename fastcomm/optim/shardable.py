@@ -52,9 +52,7 @@ def has_known_state(optimizer_class: type[Optimizer], sharding: Sharding) -> boo
     return sharding.cuts or is_torchs
 
 
-def refuse(
-    optimizer_class: object, defaults: dict[str, Any], reducer: Reducer, sharding: Sharding
-) -> None:
+def refuse(optimizer_class: object, defaults: dict[str, Any], reducer: Reducer) -> None:
     """Raises TypeError or ValueError for what cannot be sharded."""
     if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer)):
         raise misuse(optimizer_class)
@@ -64,8 +62,6 @@ def refuse(
     check(Feature.SHARDED, reducer.features())
     if defaults.get("differentiable"):
         raise ValueError("differentiable=True needs a graph through the step: it cannot be sharded")
-    if sharding.shares_parameters and not reducer.comm.has_common_memory:
-        raise ValueError(f"share_parameters=True needs backend shm; this is {reducer.comm.backend}")
 
 
 def misuse(given: object) -> TypeError:

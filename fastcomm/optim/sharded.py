@@ -61,8 +61,6 @@ class ShardedOptimizer(Optimizer):
         torch's clip_grad_norm_ raises FastcommError.
     elementwise: whether a parameter may be cut between ranks, because optimizer_class looks at each
         element by itself. None: known for the classes of torch.optim, no for others.
-    share_parameters: over shared memory all ranks have one copy of the parameters: what one writes
-        between two steps, the others see. Saves their memory, and the copying after a step.
     defaults: for optimizer_class.
 
     Raises on every rank: ValueError for parameters that are missing or not the reducer's, and for
@@ -81,14 +79,13 @@ class ShardedOptimizer(Optimizer):
         *,
         keep_gradients: bool = False,
         elementwise: bool | None = None,
-        share_parameters: bool = False,
         **defaults: Any,
     ) -> None:
         if not isinstance(reducer, Reducer):
             raise shardable.misuse(reducer)
         self.reducer, self._class, self._defaults = reducer, optimizer_class, defaults
         cuts = shardable.is_elementwise(optimizer_class) if elementwise is None else elementwise
-        self.sharding = Sharding(keep_gradients, cuts, share_parameters)
+        self.sharding = Sharding(keep_gradients, cuts)
         plain = self._make_plain(params)
         super().__init__([dict(group) for group in plain.param_groups], plain.defaults)
         self._inner = plain  # of this rank's pieces, once there are some
@@ -124,9 +121,8 @@ class ShardedOptimizer(Optimizer):
                 "optimizer_class": getattr(self._class, "__qualname__", repr(self._class)),
                 "keep_gradients": self.sharding.keeps_gradients,
                 "elementwise": self.sharding.cuts,
-                "share_parameters": self.sharding.shares_parameters,
             }
-            shardable.refuse(self._class, self._defaults, reducer, self.sharding)
+            shardable.refuse(self._class, self._defaults, reducer)
             groups = list(named.values()) if params is None else shardable.listed(params)
             plain = self._class(groups, **self._defaults)
             shardable.refuse_groups(plain.param_groups, named)
@@ -343,10 +339,7 @@ class ShardedOptimizer(Optimizer):
             _shard_of(bucket).drop()
             under_way.append(_shard_of(bucket).spread())
         for work in under_way:
-            if work is not None:
-                work.wait()
-        if self.sharding.shares_parameters:
-            self._barrier.wait()  # all of them are new
+            work.wait()
         for bucket in self._buckets:
             _shard_of(bucket).end_step(bucket)
 

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import copy
-import gc
-import os
 
 import pytest
 import torch
 from torch import nn
 
-import fastcomm
 from fastcomm import FastcommError
 from tests.support.bodies import finish_together, raises_on_each
 from tests.support.models import (
@@ -245,13 +242,10 @@ def test_parameters_that_were_moved_go_on_training(comm, move, whose):
     pair.reducers[1].check_in_sync()
 
 
-@pytest.mark.parametrize("sharding", [{}, {"share_parameters": True}], ids=["own", "one copy"])
 @on_ranks(2)
-def test_processes_that_have_a_models_memory_see_its_steps(comm, sharding):
+def test_processes_that_have_a_models_memory_see_its_steps(comm):
     """As with a plain optimizer."""
-    if comm.backend == "nccl" and sharding:
-        return  # which is for shared memory
-    pair = Pair(comm, mlp(), torch.optim.AdamW, {"lr": 0.01}, sharding=sharding)
+    pair = Pair(comm, mlp(), torch.optim.AdamW, {"lr": 0.01})
     model = pair.models[1]
     if comm.rank == 0:
         model.share_memory()
@@ -379,60 +373,3 @@ def test_torch_clipping_is_refused(comm):
             clip(pair.models[1].parameters(), 1.0)
         backward(pair.models[0], comm.rank)
         clip(pair.models[0].parameters(), 1.0)
-
-
-# one copy of the parameters
-
-
-@pytest.mark.transports("shm")
-@on_ranks(2, 3)
-def test_shared_parameters_are_those_of_the_plain_optimizer(comm, buckets):
-    pair = Pair(
-        comm, mlp(), torch.optim.AdamW, {"lr": 0.01}, sharding={"share_parameters": True}, **buckets
-    )
-    pair.train()
-    pair.reducers[1].refresh()
-    pair.train(first=STEPS)
-    pair.reducers[1].detach()
-    with torch.no_grad():
-        pair.models[1][0].weight.fill_(comm.rank)  # each has its own again
-    comm.barrier()
-    assert (pair.models[1][0].weight == comm.rank).all()
-
-
-@pytest.mark.transports("shm")
-@on_ranks(2)
-def test_shared_parameters_are_one_memory_that_outlives_the_rank_that_lends_it(comm):
-    model = mlp()
-    reducer = fastcomm.Reducer(comm).attach(model)
-    optimizer = fastcomm.ShardedOptimizer(reducer, torch.optim.SGD, lr=0.1, share_parameters=True)
-    if comm.rank == 0:
-        with torch.no_grad():
-            model[0].weight.fill_(7)
-        del model, reducer, optimizer
-        gc.collect()
-    comm.barrier()
-    if comm.rank == 1:
-        assert (model[0].weight == 7).all()
-
-
-@pytest.mark.transports("shm")
-@on_ranks(2)
-def test_a_forked_child_reads_shared_parameters(comm):
-    pair = Pair(comm, mlp(), torch.optim.SGD, {"lr": 0.1}, sharding={"share_parameters": True})
-    weight = pair.models[1][0].weight
-    expected = pair.models[0][0].weight
-    child = os.fork()
-    if not child:  # as a worker of a DataLoader
-        os._exit(0 if torch.equal(weight, expected) else 1)
-    _, status = os.waitpid(child, 0)
-    assert status == 0
-
-
-@pytest.mark.transports("nccl", "group")
-@on_ranks(2)
-def test_shared_parameters_are_refused_where_there_is_no_common_memory(comm):
-    model = mlp()
-    reducer = fastcomm.Reducer(comm).attach(model)
-    with pytest.raises(ValueError, match="share_parameters=True needs backend shm"):
-        fastcomm.ShardedOptimizer(reducer, torch.optim.SGD, lr=0.1, share_parameters=True)

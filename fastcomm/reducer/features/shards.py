@@ -34,13 +34,11 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class Sharding:
     """keeps_gradients: every rank gets all reduced gradients, in .grad, and not its shards only.
-    cuts: a parameter may be cut, and have elements on several ranks. shares_parameters: all ranks
-    have one copy of the parameters.
+    cuts: a parameter may be cut, and have elements on several ranks.
     """
 
     keeps_gradients: bool
     cuts: bool
-    shares_parameters: bool
 
     def bounds(self, layouts: Sequence[BucketLayout], n: int) -> list[tuple[int, ...]]:
         """Cuts every bucket into shards of n ranks: their bounds."""
@@ -83,14 +81,10 @@ class BucketShard:
         self.keeps_gradients = sharding.keeps_gradients
         self.is_pending = False  # holds gradients that were neither stepped nor dropped
         self._are_stepped: list[bool] = []  # by slot: whether the next step writes to the parameter
-        self._is_shared = sharding.shares_parameters
-        empty = comm.empty_for_all if self._is_shared else comm.empty
-        self._flat = empty(bounds[-1], dtype=bucket.dtype).zero_()
+        self._flat = comm.empty(bounds[-1], dtype=bucket.dtype).zero_()
         self._views = [self._view(i) for i in range(len(self._geometries))]
         self._slots = [GradientSlot(view) for view in self._views]
         self._elsewhere: list[int] = []  # slots of parameters that get a copy of each step
-        if self._is_shared:
-            comm.barrier()  # the zeros of one rank come before the values of another
         self.pieces: list[Piece | None] = []  # by slot
         for i, (_, parameter) in enumerate(bucket.named_parameters()):
             self._take_in(i, parameter, parameter.detach())
@@ -248,12 +242,8 @@ class BucketShard:
         """The elements of a tensor cut alike that are in this rank's shard."""
         return flat[self._bounds[self._comm.rank] : self._bounds[self._comm.rank + 1]]
 
-    def spread(self) -> Work | None:
-        """Copies this rank's shard of the parameters to the other ranks, and theirs to this one.
-        None where there is one copy.
-        """
-        if self._is_shared:
-            return None
+    def spread(self) -> Work:
+        """Copies this rank's shard of the parameters to the other ranks, and theirs to this one."""
         self._comm.make_window(self._flat, label=self._label)
         return self._comm.all_gather_v(self._flat, self._bounds, label=self._label)
 

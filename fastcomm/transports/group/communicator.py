@@ -80,7 +80,7 @@ class GroupCommunicator(Transport):
     """
 
     backend = "group"
-    has_streams = counts_nonfinite = has_common_memory = False
+    has_streams = counts_nonfinite = False
     progresses_itself = is_threadsafe = feeds_back_errors = True
     announces = carries_votes = crosses_network = True
     wire_dtypes = (*WIRE_DTYPES, *BLOCK_DTYPES)

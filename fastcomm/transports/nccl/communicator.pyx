@@ -141,7 +141,7 @@ cdef class NcclCommunicator:
 
     backend = "nccl"
     has_streams = counts_nonfinite = progresses_itself = True
-    is_threadsafe = feeds_back_errors = has_common_memory = announces = carries_votes = False
+    is_threadsafe = feeds_back_errors = announces = carries_votes = False
     crosses_network = False
     wire_dtypes = (*WIRE_DTYPES, *FP8, torch.int8)
     __enter__, __exit__ = Transport.__enter__, Transport.__exit__
@@ -149,7 +149,6 @@ cdef class NcclCommunicator:
     __reduce_ex__, instead = Transport.__reduce_ex__, Transport.instead
     rebuild, split = Transport.rebuild, Transport.split
     send, recv, end_channels = Transport.send, Transport.recv, Transport.end_channels
-    empty_for_all = Transport.empty_for_all
     share_weight, shadow = rounds.share_weight, rounds.shadow
 
     def __cinit__(

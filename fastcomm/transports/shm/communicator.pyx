@@ -28,7 +28,7 @@ from libc.stdint cimport uint32_t, uint64_t
 
 from fastcomm.transports.shm.core cimport *
 from fastcomm.transports.shm.descriptor cimport descriptor, op_code
-from fastcomm.transports.shm.memory cimport Block, Loan
+from fastcomm.transports.shm.memory cimport Block
 from fastcomm.transports.shm.ring cimport Ring, ShmWork
 
 
@@ -46,10 +46,9 @@ cdef class ShmCommunicator:
     cdef readonly tuple processes
     cdef object __weakref__
     cdef Ring ring
-    cdef list lent  # blocks that all ranks use, and weak references to this rank's use of them
 
     backend = "shm"
-    has_common_memory = announces = carries_votes = counts_nonfinite = True
+    announces = carries_votes = counts_nonfinite = True
     has_streams = feeds_back_errors = crosses_network = False
     progresses_itself = is_threadsafe = False
     wire_dtypes = WIRE_DTYPES
@@ -66,7 +65,7 @@ cdef class ShmCommunicator:
             raise InitError(f"the shm transport takes up to {MAX_RANKS} ranks, not {world_size}")
         self.rank, self.world_size, self.local_rank = rank, world_size, local_rank
         self.device, self.timeout = torch.device("cpu"), timeout
-        self.ring, self.lent = Ring(rank, world_size, bootstrap, timeout), []
+        self.ring = Ring(rank, world_size, bootstrap, timeout)
         self.ring.communicator = weakref.ref(self)
         self.processes = self.ring.segments.processes
 
@@ -120,33 +119,6 @@ cdef class ShmCommunicator:
             return torch.empty(0, dtype=dtype, device="cpu")
         block = Block(self.ring.arena, numel * dtype.itemsize)
         return torch.frombuffer(block, dtype=dtype, count=numel)
-
-    def empty_for_all(self, numel, *, dtype):
-        """The tensor lies in rank 0's segment."""
-        cdef size_t nbytes = max(numel, 1) * dtype.itemsize
-        cdef Block block = None
-        place = torch.zeros(1, dtype=torch.int64, device="cpu")
-        self.ring.check_usable()
-        if self.rank == 0:
-            block = Block(self.ring.arena, nbytes)
-            place[0] = block.offset
-        self.broadcast(place)
-        self._take_back_blocks()
-        cdef Loan loan = Loan(self.ring.segments.of(0), place.item(), nbytes)
-        if block is not None:
-            block.is_lent = True
-            self.lent.append((block, weakref.ref(loan)))
-        return torch.frombuffer(loan, dtype=dtype, count=numel)
-
-    cdef _take_back_blocks(self):
-        """All ranks have come to a collective: what this rank has dropped before, so have they."""
-        cdef Block block
-        left = []
-        for block, loan in self.lent:
-            block.is_lent = loan() is not None
-            if block.is_lent:
-                left.append((block, loan))
-        self.lent = left
 
     # -- collectives --
 

@@ -17,13 +17,6 @@ cdef class Block:
     cdef Segment segment
     cdef size_t offset, nbytes
     cdef int generation
-    cdef bint is_lent  # other ranks use it: it stays when this rank goes
-
-
-cdef class Loan:
-    cdef object __weakref__
-    cdef Segment segment
-    cdef size_t offset, nbytes
 
 
 cdef class Segments:

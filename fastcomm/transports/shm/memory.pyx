@@ -1,5 +1,5 @@
 # cython: language_level=3
-"""Segment, Segments, Block and Loan: memory files that all ranks of a host have mapped, and the
+"""Segment, Segments and Block: memory files that all ranks of a host have mapped, and the
 tensors allocated in them.
 
 A memory file has no name: nothing appears in /dev/shm, nothing is left after any exit. It is
@@ -11,7 +11,7 @@ import weakref
 
 from fastcomm.comm import messages
 from fastcomm.comm.who import processes_of
-from fastcomm.errors import FastcommError, InitError
+from fastcomm.errors import InitError
 
 from posix.fcntl cimport F_DUPFD_CLOEXEC, fcntl
 from posix.mman cimport (
@@ -25,7 +25,7 @@ from fastcomm.transports.shm.core cimport SHM_MAX_RANKS
 
 
 cdef extern from "sys/mman.h" nogil:
-    int MADV_REMOVE, MADV_DONTDUMP, MADV_DONTFORK, MADV_DOFORK, MAP_NORESERVE
+    int MADV_REMOVE, MADV_DONTDUMP, MADV_DONTFORK, MAP_NORESERVE
 
 
 cdef extern from "Python.h":
@@ -253,26 +253,8 @@ cdef class Block:
 
     def __dealloc__(self):
         # A forked child shares the pages with its parent and must not release them.
-        if self.segment is not None and self.generation == forks() and not self.is_lent:
+        if self.segment is not None and self.generation == forks():
             self.segment.release(self.offset, self.nbytes)
-
-    def __getbuffer__(self, Py_buffer *buffer, int flags):
-        cdef void *base = self.segment.base + self.offset
-        PyBuffer_FillInfo(buffer, self, base, <Py_ssize_t>self.nbytes, 0, flags)
-
-
-cdef class Loan:
-    """A part of some rank's segment, as memory of a tensor here. That rank keeps its Block as long
-    as others may use it.
-    """
-
-    def __cinit__(self, Segment segment, offset, size_t nbytes):
-        if offset < 0 or offset + nbytes > segment.nbytes:
-            raise FastcommError(f"rank 0 lends memory that it has not: {nbytes} bytes at {offset}")
-        self.segment, self.offset, self.nbytes = segment, offset, nbytes
-        cdef size_t begin = self.offset // PAGE * PAGE
-        # a forked DataLoader worker may look at the model
-        madvise(segment.base + begin, self.offset + nbytes - begin, MADV_DOFORK)
 
     def __getbuffer__(self, Py_buffer *buffer, int flags):
         cdef void *base = self.segment.base + self.offset
