@@ -251,8 +251,8 @@ def read(saved: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> Saved
     is_state = isinstance(saved, Mapping) and {"state", "param_groups"} <= saved.keys()
     if not is_state or not all("params" in group for group in saved["param_groups"]):
         raise TypeError(
-            "load_state_dict() and load_full_state_dict() take what full_state_dict() or "
-            f"state_dict() has returned; got {type(saved).__name__}"
+            "load_state_dict() takes what full_state_dict() or state_dict() has returned; got "
+            f"{type(saved).__name__}"
         )
     theirs = saved["param_groups"]
     if [len(group["params"]) for group in theirs] != [len(group["params"]) for group in groups]:

@@ -35,9 +35,7 @@ _TAKING = validation.Call(
     "ShardedOptimizer() or refresh()", validation.GROUPS, "cannot take buckets"
 )
 _SAVING = validation.Call("state_dict()", "states", "cannot make its state")
-_LOADING = validation.Call(
-    "load_state_dict() or load_full_state_dict()", "states to load", "cannot load its state"
-)
+_LOADING = validation.Call("load_state_dict()", "states to load", "cannot load its state")
 
 
 class ShardedOptimizer(Optimizer):
@@ -140,7 +138,7 @@ class ShardedOptimizer(Optimizer):
         """Raises FastcommError: a hook would see the pieces of one rank."""
         raise FastcommError(
             "a ShardedOptimizer calls no hooks when its state is saved or loaded: change what "
-            "full_state_dict() returns, or what load_full_state_dict() gets"
+            "full_state_dict() returns, or what load_state_dict() gets"
         )
 
     register_state_dict_pre_hook = register_state_dict_post_hook = _refuse_hook
@@ -175,7 +173,7 @@ class ShardedOptimizer(Optimizer):
         if state:
             raise FastcommError(
                 "the state of a ShardedOptimizer is of this rank's pieces: give the whole one to "
-                "load_full_state_dict()"
+                "load_state_dict()"
             )
         self._whole, self._is_mixed = {}, False
         self._use(self._inner_of(self.param_groups, self._parts, {}))
@@ -394,15 +392,6 @@ class ShardedOptimizer(Optimizer):
     def _places(self) -> dict[str, Any]:
         return shardable.places(self.param_groups, self.reducer.named_parameters())
 
-    def load_full_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes the state of full_state_dict(), from any number of ranks, or of the plain
-        optimizer. Collective: every rank gives the same one. Raises TypeError for what is no state,
-        ValueError for other groups than these, and naming a parameter whose state has another
-        shape; FastcommError on the other ranks; MismatchError, on all, naming what differs between
-        them. Nothing is loaded then.
-        """
-        self.load_state_dict(state_dict)
-
     def state_dict(self) -> dict[str, Any]:
         """The state in the format of the plain optimizer, with a TensorShard, which has this rank's
         elements alone, for each tensor that is cut between ranks. torch.distributed.checkpoint
@@ -435,9 +424,14 @@ class ShardedOptimizer(Optimizer):
         return parts, states
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes what state_dict() has given on this rank of as many ranks, also once
-        torch.distributed.checkpoint has loaded into it, or a whole state. Collective, and raises,
-        as load_full_state_dict(); ValueError for another rank's part.
+        """Takes a whole state: of full_state_dict(), from any number of ranks, or of the plain
+        optimizer; every rank gives the same one. Or what state_dict() has given on this rank of as
+        many ranks, also once torch.distributed.checkpoint has loaded into it. Collective.
+
+        Raises TypeError for what is no state, and ValueError for other groups than these, for
+        another rank's part, and naming a parameter whose state has another shape; FastcommError on
+        the other ranks; MismatchError, on all, naming what differs between them. Nothing is loaded
+        then.
         """
         self._compare_places(_LOADING.name)
         with validation.agreeing(self.comm, _LOADING) as described:

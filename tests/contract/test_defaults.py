@@ -61,7 +61,7 @@ def _trained(comm):
     dense(model[0].weight.detach()).sum().backward()
     reducer.grad_norm()
     sharded.step()
-    sharded.load_full_state_dict(sharded.full_state_dict())
+    sharded.load_state_dict(sharded.full_state_dict())
     reducer.detach()
 
     alone, reducer = _model(comm)[1], fastcomm.Reducer(comm)

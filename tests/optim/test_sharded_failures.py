@@ -181,11 +181,11 @@ def test_a_step_that_raises_on_the_way_mixes_the_state(comm, mends):
     with pytest.raises(MismatchError, match=r"step of parameter .* is 4.0 on rank 0 and 3.0 on"):
         optimizer.full_state_dict()
     if mends == "loads":
-        optimizer.load_full_state_dict(saved[0])
+        optimizer.load_state_dict(saved[0])
         model.load_state_dict(saved[1])
         reducer.refresh()
     else:
-        with pytest.raises(FastcommError, match=r"load_full_state_dict\(\)"):
+        with pytest.raises(FastcommError, match=r"load_state_dict\(\)"):
             optimizer.state = dict(pair.plain.state)
         optimizer.state = pair.plain.state = defaultdict(dict)
         reducer.refresh()  # with rank 0's parameters
@@ -347,7 +347,7 @@ def test_a_class_that_raises_on_one_rank(comm):
     pair.train()
     other = copy.deepcopy(pair.sharded.full_state_dict())
     other["param_groups"][0]["lr"] = 0.5
-    refused(lambda: pair.sharded.load_full_state_dict(other), "loading")
+    refused(lambda: pair.sharded.load_state_dict(other), "loading")
     refused(reducer.refresh, "making")
     reducer.refresh()
     pair.train(first=STEPS)  # with the state and the learning rate it had
@@ -492,7 +492,7 @@ def test_groups_that_one_rank_has_reordered_are_an_error_on_all_ranks(comm):
         group["params"][2:] = group["params"][:1:-1]
     for call in (
         optimizer.full_state_dict,
-        lambda: optimizer.load_full_state_dict(whole),
+        lambda: optimizer.load_state_dict(whole),
         lambda: optimizer.load_state_dict(part),
         lambda: pair.reducers[1].check_in_sync(optimizer),
     ):

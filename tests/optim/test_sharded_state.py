@@ -44,7 +44,7 @@ def test_the_full_state_is_the_plain_optimizers(comm, name):
                 assert mine["state"][i][key] == value
     # each goes on with the other's
     pair.plain.load_state_dict(mine)
-    pair.sharded.load_full_state_dict(copy.deepcopy(theirs))
+    pair.sharded.load_state_dict(copy.deepcopy(theirs))
     pair.train(image_backward, first=STEPS)
 
 
@@ -144,7 +144,7 @@ def test_the_state_that_a_frozen_parameter_begins_with_is_kept(comm, buckets):
     assert mine["state"].keys() == theirs["state"].keys()
     assert torch.equal(mine["state"][2]["sum"], theirs["state"][2]["sum"])
     pair.plain.load_state_dict(copy.deepcopy(mine))
-    pair.sharded.load_full_state_dict(copy.deepcopy(theirs))
+    pair.sharded.load_state_dict(copy.deepcopy(theirs))
     for model, reducer in zip(pair.models, pair.reducers, strict=True):
         model[2].requires_grad_(True)
         model.zero_grad()
@@ -157,11 +157,11 @@ def test_a_state_of_other_groups_is_refused(comm):
     pair = Pair(comm, mlp(), torch.optim.AdamW, {"lr": 0.01})
     other = torch.optim.AdamW(nn.Linear(2, 2).parameters())
     with pytest.raises(ValueError, match="other parameter groups"):
-        pair.sharded.load_full_state_dict(other.state_dict())
+        pair.sharded.load_state_dict(other.state_dict())
     whole = pair.plain.state_dict()
     whole["state"]["average"] = {}
     with pytest.raises(ValueError, match="something under 'average', which is no parameter"):
-        pair.sharded.load_full_state_dict(whole)
+        pair.sharded.load_state_dict(whole)
 
 
 MISFITS = {  # by class: what is put in place of which state, and what the error says of it
@@ -186,9 +186,9 @@ def test_a_state_of_another_shape_is_refused(comm, name):
         parameter = {2: r"2\.weight", 3: r"2\.bias"}[number]
         words = rf"{key} of parameter {parameter} has shape {re.escape(str(list(shape)))}"
         with pytest.raises(ValueError, match=words):
-            pair.sharded.load_full_state_dict(other)
+            pair.sharded.load_state_dict(other)
     saved = copy.deepcopy(whole)
-    pair.sharded.load_full_state_dict(saved)
+    pair.sharded.load_state_dict(saved)
     saved["param_groups"][0]["lr"].fill_(5)  # it has been copied
     pair.train(first=STEPS)
 
@@ -199,7 +199,7 @@ def test_a_state_of_another_class_is_refused(comm):
     pair.train()
     other = torch.optim.AdamW(mlp().parameters())
     with pytest.raises(ValueError, match="has no option momentum: it is of another class than SGD"):
-        pair.sharded.load_full_state_dict(other.state_dict())
+        pair.sharded.load_state_dict(other.state_dict())
     older = copy.deepcopy(pair.plain.state_dict())
     del older["param_groups"][0]["fused"]  # as versions of torch without it have saved it
     for optimizer in pair.optimizers:
@@ -213,16 +213,15 @@ def test_a_rank_that_has_no_state_to_load_is_an_error_on_all(comm, buckets):
     pair = Pair(comm, mlp(), torch.optim.AdamW, {"lr": 0.01}, **buckets)
     pair.train()
     saved = copy.deepcopy(pair.sharded.full_state_dict())
-    for load in (pair.sharded.load_full_state_dict, pair.sharded.load_state_dict):
-        broken = copy.deepcopy(saved)
-        broken["state"][0] = None
-        for other, error, match in (
-            (None, TypeError, r"full_state_dict\(\) or state_dict\(\) has returned; got NoneType"),
-            ({"state": {}, "param_groups": [{}]}, TypeError, "has returned; got dict"),
-            (broken, TypeError, "unsupported operand.*'NoneType'"),
-        ):
-            with pytest.raises(error if comm.rank == 1 else FastcommError, match=match):
-                load(saved if comm.rank == 0 else other)
+    broken = copy.deepcopy(saved)
+    broken["state"][0] = None
+    for other, match in (
+        (None, r"full_state_dict\(\) or state_dict\(\) has returned; got NoneType"),
+        ({"state": {}, "param_groups": [{}]}, "has returned; got dict"),
+        (broken, "unsupported operand.*'NoneType'"),
+    ):
+        with pytest.raises(TypeError if comm.rank == 1 else FastcommError, match=match):
+            pair.sharded.load_state_dict(saved if comm.rank == 0 else other)
     pair.train(first=STEPS)
 
 
@@ -234,7 +233,7 @@ def test_a_call_of_one_rank_alone_is_named(comm):
     pair.train()
     whole = copy.deepcopy(optimizer.full_state_dict())
     calls = {
-        "load_full_state_dict()": lambda: optimizer.load_full_state_dict(whole),
+        "load_state_dict()": lambda: optimizer.load_state_dict(whole),
         "full_state_dict()": optimizer.full_state_dict,
         "check_in_sync()": reducer.check_in_sync,
         "grad_norm()": reducer.grad_norm,
