@@ -123,7 +123,8 @@ def sharded(
         for key, value in first.items():
             if isinstance(value, _Cut):
                 none = torch.empty(0, dtype=value.dtype, device=parameter.device)
-                state[key] = TensorShard.of(parameter, begin, mine.get(key, none))
+                size, strides = parameter.size(), strides_of(parameter)
+                state[key] = TensorShard(size, strides, begin, mine.get(key, none))
         if state:
             shown[parameter] = state
     return shown
@@ -302,38 +303,23 @@ def refuse_other_shards(
         for key, value in state.items():
             if isinstance(value, TensorShard) and value.span != mine:
                 raise ValueError(
-                    f"the {key} of parameter {names.get(parameter)} has elements [{value.begin}, "
-                    f"{value.span[1]}) in this state, and this rank steps [{mine[0]}, {mine[1]}): "
-                    "it is another rank's part, or of other buckets. What "
-                    "torch.distributed.checkpoint or full_state_dict() has saved any rank can take"
+                    f"the {key} of parameter {names.get(parameter)} is another rank's part, or of "
+                    "other buckets: load what torch.distributed.checkpoint or full_state_dict() "
+                    "has saved"
                 )
 
 
-def refuse_misfits(
-    states: Mapping[Parameter, State], parts: Iterable[Part], *, are_cut: bool
-) -> None:
-    """Raises ValueError naming a parameter whose state cannot be its own, or be cut as it is.
-    are_cut: tensors are shaped as the parameter; else they may be averaged over some dimensions.
-    """
-    tensors = [pair for state in states.values() for pair in state.items()]
-    large = {key for key, value in tensors if isinstance(value, Tensor) and value.numel() > 1}
+def refuse_misfits(states: Mapping[Parameter, State], parts: Iterable[Part]) -> None:
+    """Raises ValueError naming a parameter whose state cannot be cut as it is."""
     for name, parameter, _, _ in parts:
         for key, value in states.get(parameter, {}).items():
-            if not isinstance(value, Tensor) or not value.is_floating_point():
-                continue
-            may_be_scalar = key not in large or parameter.numel() == 1
-            if not _fits(value, parameter, are_cut) and not (may_be_scalar and value.numel() == 1):
+            is_cut = isinstance(value, Tensor) and value.numel() > 1
+            if is_cut and value.shape != parameter.shape:
                 raise ValueError(
                     f"{key} of parameter {name} has shape {list(value.shape)} in this state, and "
                     f"the parameter has {list(parameter.shape)}: the state is another model's, of "
                     "another order of parameters, or one rank's part"
                 )
-
-
-def _fits(value: Tensor, parameter: Tensor, are_cut: bool) -> bool:
-    if are_cut or value.dim() != parameter.dim():
-        return value.shape == parameter.shape
-    return all(n in (1, whole) for n, whole in zip(value.shape, parameter.shape, strict=True))
 
 
 def load(optimizer: Optimizer, saved: Saved, parts: Mapping[Parameter, Part]) -> None:
@@ -353,13 +339,12 @@ def load(optimizer: Optimizer, saved: Saved, parts: Mapping[Parameter, Part]) ->
     ]
     needed = list(optimizer.defaults)  # to which torch adds some when it loads a state
     optimizer.load_state_dict(Saved(groups, cut(states, parts)).numbered())
-    for i, group in enumerate(optimizer.param_groups):
-        for key in needed:
-            if key not in group:
-                raise ValueError(
-                    f"group {i} of the state has no option {key}: it is of another class than "
-                    f"{type(optimizer).__name__}, and only what that has saved can be loaded"
-                )
+    lacking = [key for group in optimizer.param_groups for key in needed if key not in group]
+    if lacking:
+        raise ValueError(
+            f"the state has no option {lacking[0]}: it is of another class than "
+            f"{type(optimizer).__name__}"
+        )
 
 
 # -- parameter groups ------------------------------------------------------------------------------

@@ -16,7 +16,6 @@ from torch.optim import Optimizer
 from fastcomm.errors import FastcommError
 from fastcomm.reducer import validation
 from fastcomm.reducer.features.compatibility import Feature, check
-from fastcomm.reducer.features.shards import Sharding
 from fastcomm.reducer.reducer import Reducer
 
 # They look at each element by itself, so that a parameter may be cut.
@@ -44,12 +43,6 @@ def is_elementwise(optimizer_class: object) -> bool:
     not.
     """
     return optimizer_class in _ELEMENTWISE
-
-
-def has_known_state(optimizer_class: type[Optimizer], sharding: Sharding) -> bool:
-    """Whether it is known how its state's tensors are shaped; else that is as the class likes."""
-    is_torchs = f"{optimizer_class.__module__}.".startswith("torch.optim.")  # Adafactor, Muon
-    return sharding.cuts or is_torchs
 
 
 def refuse(optimizer_class: object, defaults: dict[str, Any], reducer: Reducer) -> None:
@@ -118,12 +111,11 @@ def refuse_shared_memory(tensors: Iterable[tuple[str, Tensor]]) -> None:
     a ShardedOptimizer moves parameters into memory of its own, each for itself.
     """
     placed = [(*_span(tensor), name, tensor) for name, tensor in tensors if tensor.numel()]
-    before: list[tuple[int, str, Tensor]] = []  # those that may reach into the next one
+    before: list[tuple[int, str, Tensor]] = []  # those that reach into the next one
     for begin, end, name, tensor in sorted(placed, key=operator.itemgetter(0)):
         before = [one for one in before if one[0] > begin]
         for _, other, earlier in before:
-            is_moved = earlier.requires_grad or tensor.requires_grad
-            if other != name and is_moved and _share_elements(earlier, tensor):
+            if other != name and (earlier.requires_grad or tensor.requires_grad):
                 raise ValueError(
                     f"{other} and {name} lie in the same memory, and ShardedOptimizer would part "
                     "them: make them one parameter (b.weight = a.weight), or clone one of them"
@@ -136,23 +128,6 @@ def _span(tensor: Tensor) -> tuple[int, int]:
     begin = tensor.data_ptr()
     last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return begin, begin + (last + 1) * tensor.element_size()
-
-
-def _share_elements(first: Tensor, second: Tensor) -> bool:
-    """Whether some byte belongs to both. Columns of one matrix lie between each other's, and share
-    none.
-    """
-    (begin, end), (second_begin, second_end) = _span(first), _span(second)
-    n_octets = max(end, second_end) - min(begin, second_begin)
-    taken = torch.zeros(n_octets, dtype=torch.bool, device="cpu")
-
-    def octets(tensor: Tensor) -> Tensor:
-        size, offset = tensor.element_size(), tensor.data_ptr() - min(begin, second_begin)
-        strides = [stride * size for stride in tensor.stride()]
-        return taken.as_strided([*tensor.shape, size], [*strides, 1], offset)
-
-    octets(first).fill_(True)
-    return bool(octets(second).any())
 
 
 def places(groups: list[dict[str, Any]], named: Iterable[tuple[str, Parameter]]) -> dict[str, Any]:
@@ -169,17 +144,9 @@ def places(groups: list[dict[str, Any]], named: Iterable[tuple[str, Parameter]])
     return found
 
 
-def members(groups: list[dict[str, Any]]) -> list[list[Parameter]]:
-    """The parameters of each group."""
-    return [list(group["params"]) for group in groups]
-
-
-def have(groups: list[dict[str, Any]], parameters: list[list[Parameter]]) -> bool:
-    """Whether the groups have these parameters, in their order."""
-    return len(groups) == len(parameters) and all(
-        len(group["params"]) == len(own) and all(map(operator.is_, group["params"], own))
-        for group, own in zip(groups, parameters, strict=True)
-    )
+def identities(groups: list[dict[str, Any]]) -> list[list[int]]:
+    """Which parameters the groups have, in their order."""
+    return [list(map(id, group["params"])) for group in groups]
 
 
 def refuse_unreduced(strangers: list[Parameter]) -> None:

@@ -237,7 +237,7 @@ class ShardedOptimizer(Optimizer):
                     )
                 parts[parameter] = Part(name, parameter, shard.spans(i), shard.pieces[i])
         if self.sharding.cuts:
-            checkpoints.refuse_misfits(self._whole, parts.values(), are_cut=True)
+            checkpoints.refuse_misfits(self._whole, parts.values())
         return parts
 
     def _inner_of(
@@ -259,7 +259,7 @@ class ShardedOptimizer(Optimizer):
     def _use(self, inner: Optimizer) -> None:
         """inner: of the groups as they are now."""
         self._inner = inner
-        self._members = shardable.members(self.param_groups)
+        self._members = shardable.identities(self.param_groups)
         self._strangers = [p for p in self._parameters() if p not in self._parts]
 
     def _remake_inner(self) -> None:
@@ -292,7 +292,7 @@ class ShardedOptimizer(Optimizer):
         if self.reducer.skipped:
             return loss
         try:
-            if not shardable.have(self.param_groups, self._members):  # edited by hand
+            if shardable.identities(self.param_groups) != self._members:  # edited by hand
                 self._remake_inner()
             shardable.refuse_unreduced(self._strangers)
             for bucket in self._buckets:
@@ -438,9 +438,8 @@ class ShardedOptimizer(Optimizer):
             saved = checkpoints.read(state_dict, self.param_groups)
             names = {parameter: name for name, parameter in self.reducer.named_parameters()}
             checkpoints.refuse_other_shards(saved, self._parts, names)
-            if shardable.has_known_state(self._class, self.sharding):
-                are_cut, parts = self.sharding.cuts, self._parts.values()
-                checkpoints.refuse_misfits(saved.states, parts, are_cut=are_cut)
+            if self.sharding.cuts:
+                checkpoints.refuse_misfits(saved.states, self._parts.values())
             described |= checkpoints.described(saved, self._parts, names)
             inner = self._inner_of(self.param_groups, self._parts, {})
             checkpoints.load(inner, saved, self._parts)

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from fastcomm.comm.objects import tellable
 from fastcomm.errors import FastcommError
-from fastcomm.reducer.layout import strides_of
 
 _aten = torch.ops.aten
 _OF_THE_WHOLE = (  # which do the same to every element
@@ -42,12 +41,6 @@ class TensorShard(Tensor):
             cls, size, strides=strides, dtype=local.dtype, device=local.device
         )
         shard.begin, shard._local = begin, local
-        return shard
-
-    @classmethod
-    def of(cls, parameter: Tensor, begin: int, local: Tensor) -> TensorShard:
-        """A shard of a tensor that is cut as the parameter is."""
-        shard: TensorShard = cls(parameter.size(), strides_of(parameter), begin, local)
         return shard
 
     def to_local(self) -> Tensor:

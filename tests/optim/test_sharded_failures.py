@@ -419,27 +419,6 @@ def test_parameters_in_the_same_memory_are_refused(comm):
 
 
 @on_ranks(2)
-def test_parameters_that_are_columns_of_one_matrix_are_stepped(comm):
-    class Halves(nn.Module):
-        def __init__(self):
-            super().__init__()
-            both = torch.ones(8, 8)
-            self.left, self.right = nn.Parameter(both[:, :4]), nn.Parameter(both[:, 4:])
-
-        def forward(self, x):
-            return x[:, :4] @ self.left.T + 2 * x[:, :4] @ self.right.T
-
-    model = Halves()
-    assert model.right.data_ptr() < model.left[-1].data_ptr()
-    reducer = fastcomm.Reducer(comm).attach(model)
-    optimizer = fastcomm.ShardedOptimizer(reducer, torch.optim.SGD, lr=0.5)
-    model(torch.ones(1, 8)).sum().backward()
-    optimizer.step()
-    assert torch.equal(model.left, torch.full((8, 4), 0.5))
-    assert torch.equal(model.right, torch.zeros(8, 4))
-
-
-@on_ranks(2)
 def test_ranks_that_disagree(comm):
     model = mlp()
     reducer = fastcomm.Reducer(comm).attach(model)

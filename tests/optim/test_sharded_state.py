@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import re
 
 import pytest
 import torch
@@ -79,7 +78,7 @@ def test_a_ranks_own_state(comm, buckets, tmp_path):
     comm.barrier()
     theirs = torch.load(path.with_name(str(1 - comm.rank)))
     with pytest.raises(
-        ValueError, match=r"exp_avg of parameter .* has elements \[.*another rank's"
+        ValueError, match=r"exp_avg of parameter .* is another rank's part, or of other buckets"
     ):
         pair.sharded.load_state_dict(theirs)
 
@@ -128,7 +127,7 @@ def test_shards_of_a_parameter_that_is_frozen_now_are_refused(comm):
     pair.sharded.zero_grad()
     pair.reducers[1].refresh()
     with pytest.raises(
-        (ValueError, FastcommError), match=r"exp_avg of parameter 0\.weight has elem"
+        (ValueError, FastcommError), match=r"exp_avg of parameter 0\.weight is another rank's"
     ):
         pair.sharded.load_state_dict(saved)
 
@@ -164,29 +163,15 @@ def test_a_state_of_other_groups_is_refused(comm):
         pair.sharded.load_state_dict(whole)
 
 
-MISFITS = {  # by class: what is put in place of which state, and what the error says of it
-    "AdamW": [(2, "exp_avg", shape) for shape in ((256,), (), (1,), (1, 1, 1))],
-    "Adafactor": [
-        *((2, "row_var", shape) for shape in ((5, 1), (), (1,), (1, 1, 1))),
-        (3, "variance", (5,)),
-    ],
-}
-
-
-@pytest.mark.parametrize("name", MISFITS)
 @on_ranks(2)
-def test_a_state_of_another_shape_is_refused(comm, name):
-    kind, options = OPTIMIZERS[name]
-    pair = Pair(comm, mlp(), kind, options | {"lr": torch.tensor(0.01)})
+def test_a_state_of_another_shape_is_refused(comm):
+    pair = Pair(comm, mlp(), torch.optim.AdamW, {"lr": torch.tensor(0.01)})
     pair.train()
     whole = pair.sharded.full_state_dict()
-    for number, key, shape in MISFITS[name]:
-        other = copy.deepcopy(whole)
-        other["state"][number][key] = torch.ones(shape)
-        parameter = {2: r"2\.weight", 3: r"2\.bias"}[number]
-        words = rf"{key} of parameter {parameter} has shape {re.escape(str(list(shape)))}"
-        with pytest.raises(ValueError, match=words):
-            pair.sharded.load_state_dict(other)
+    other = copy.deepcopy(whole)
+    other["state"][2]["exp_avg"] = torch.ones(256)
+    with pytest.raises(ValueError, match=r"exp_avg of parameter 2\.weight has shape \[256\]"):
+        pair.sharded.load_state_dict(other)
     saved = copy.deepcopy(whole)
     pair.sharded.load_state_dict(saved)
     saved["param_groups"][0]["lr"].fill_(5)  # it has been copied
