@@ -11,7 +11,7 @@ travels, and for what ends a sync.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
@@ -27,6 +27,7 @@ from fastcomm.optim.sync import Standing, sync
 from fastcomm.reducer import validation
 from fastcomm.reducer.bucket import Bucket
 from fastcomm.reducer.features.compatibility import Feature, check
+from fastcomm.reducer.features.defer_signals import defer_signals
 from fastcomm.reducer.features.local_steps import LocalSteps
 from fastcomm.reducer.optimizer_hooks import SteppedSlots
 from fastcomm.reducer.reducer import Reducer
@@ -92,7 +93,6 @@ class LocalSGD(LocalSteps):
         self._synced_at = 0  # after how many steps all ranks had equal parameters
         self._stepped: set[tuple[int, int]] = set()  # slots, since the last step was counted
         self._n_parameters = sum(len(bucket.names) for bucket in reducer.buckets)
-        self._is_torn = False  # this rank alone has not applied a sync
         reducer.install(self)
         reducer.steps_alone = True
 
@@ -181,7 +181,7 @@ class LocalSGD(LocalSteps):
         or you have left out, so that all ranks count alike, or one made by hand. Syncs if the step
         makes a sync due, and raises as a sync.
         """
-        self._refuse_torn()
+        self._refuse_ended()
         self._stepped.clear()
         self.n_steps += 1
         if self.n_steps % self._every == 0:
@@ -193,15 +193,6 @@ class LocalSGD(LocalSteps):
                 f"this {type(self).__name__} has ended, by finish() or with detach(): make another"
             )
 
-    def _refuse_torn(self) -> None:
-        self._refuse_ended()
-        if self._is_torn:
-            raise FastcommError(
-                "what a sync has agreed on was not applied on this rank, because an exception "
-                "came in between, and the ranks differ: load a checkpoint, or call detach() and "
-                "attach(model), on every rank"
-            )
-
     # -- syncs -------------------------------------------------------------------------------------
 
     def sync(self) -> None:
@@ -209,7 +200,7 @@ class LocalSGD(LocalSteps):
         If the ranks have synced at this very step, they do not sync again. Does not move the syncs
         to come. Raises as a sync, and FastcommError after finish().
         """
-        self._refuse_torn()
+        self._refuse_ended()
         self._sync()
 
     def finish(self) -> None:
@@ -241,12 +232,10 @@ class LocalSGD(LocalSteps):
         buckets = [] if self._synced_at == self.n_steps else self.reducer.buckets
         interruption = sync(self.comm, buckets, self._fill, Standing(self.n_steps, self.n_syncs))
         if buckets:
-            self._is_torn = True
-            with torch.no_grad():
+            with defer_signals(), torch.no_grad():
                 self._apply()
-            self.n_syncs += 1
-            self._synced_at = self.n_steps
-            self._is_torn = False
+                self.n_syncs += 1
+                self._synced_at = self.n_steps
         if interruption is not None:
             raise interruption
 
@@ -312,7 +301,6 @@ class LocalSGD(LocalSteps):
         self.n_steps, self.n_syncs = state_dict["n_steps"], state_dict["n_syncs"]
         self._synced_at = state_dict["synced_at"]
         self._stepped.clear()
-        self._is_torn = False
 
 
 class DiLoCo(LocalSGD):
@@ -425,7 +413,16 @@ class DiLoCo(LocalSGD):
 
     def _described(self, state_dict: dict[str, Any]) -> dict[str, str]:
         saved: dict[str, Tensor] = state_dict["outer_parameters"]
-        _refuse_other_model(saved, self._outer)
+        for name in {**self._outer, **saved}:
+            was, has = (
+                tuple(tensors[name].shape) if name in tensors else None
+                for tensors in (saved, self._outer)
+            )
+            if was != has:
+                raise ValueError(
+                    f"outer parameter {name} has shape {was} in the state, and {has} in the model: "
+                    "load the state of the same model, with the same frozen parameters"
+                )
         outer = [(f"outer parameter {name}", tensor) for name, tensor in saved.items()]
         names = {parameter: name for name, parameter in self._outer.items()}
         described = super()._described(state_dict) | validation.contents_in_words(outer, [])
@@ -486,19 +483,3 @@ def _refuse(reducer: Reducer, every: int) -> None:
                     f"parameter {name} is {parameter.dtype} and its gradient {view.dtype}: syncs "
                     "take gradients of the parameters' dtype"
                 )
-
-
-def _refuse_other_model(saved: dict[str, Tensor], present: Mapping[str, Tensor]) -> None:
-    """Raises ValueError, naming a parameter, unless both have the same names and shapes."""
-    for name in [*present, *saved]:
-        if name not in saved or name not in present:
-            where = "the state" if name not in saved else "the model"
-            raise ValueError(
-                f"{where} has no parameter {name}: load the state of the same model, with the same "
-                "frozen parameters"
-            )
-        if saved[name].shape != present[name].shape:
-            raise ValueError(
-                f"parameter {name} was saved with shape {tuple(saved[name].shape)}, and has "
-                f"{tuple(present[name].shape)}"
-            )
