@@ -23,8 +23,8 @@ MUTATIONS = (
         name="local sgd: a sync is applied before all buckets are reduced",
         file=LOCAL_SGD,
         within="LocalSGD._sync",
-        old="interruption = sync(",
-        new="self._apply()\ninterruption = sync(",
+        old="interruption = _average(",
+        new="self._apply()\ninterruption = _average(",
         tests=_FAILS,
     ),
     Mutation(

@@ -12,7 +12,7 @@ import torch
 
 import fastcomm
 from fastcomm import AbandonedError, FastcommError, MismatchError
-from fastcomm.optim import sync
+from fastcomm.optim import local_sgd
 from fastcomm.reducer.bucket import Bucket
 from fastcomm.reducer.round import Round
 from tests.support.bodies import Interrupted
@@ -424,7 +424,7 @@ def interrupted(kind, method, after=False):
 
 
 PARTS = {
-    "comparing": (sync, "on_host"),
+    "comparing": (local_sgd, "on_host"),
     "launched": (Round, "commit", True),
     "waiting": (Bucket, "finish"),
 }
