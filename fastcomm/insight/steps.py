@@ -142,29 +142,6 @@ def length(intervals: Sequence[Interval]) -> int:
     return total
 
 
-def share_of_gradients(step: Step, before: Step) -> float | None:
-    """The share of the backward that lies between its first gradient and its last; of either
-    without the time that launching took. Where no forward is seen, nobody knows when the backward
-    began, and it is the share of the whole step, from the end of the round before. None if it is
-    not known. before: the step of the round before.
-    """
-    ready = [ns for ns in step.ready if ns]
-    if not ready or step.kind != "reduced" or before.number != step.number - 1:
-        return None
-    begin = step.backward_begin if step.forward_ns else before.finished
-
-    def computing(begin: int, end: int) -> int:
-        launching = [
-            (max(begin, one.launch), min(one.launched, end))
-            for one in step.buckets
-            if one.launch < end
-        ]
-        return max(0, end - begin - length(launching))
-
-    whole = computing(begin, step.backward_end)
-    return computing(min(ready), max(ready)) / whole if whole else None
-
-
 def read_steps(recorder: Recorder) -> list[Step]:
     """What the recorder holds, the oldest step first."""
     return [

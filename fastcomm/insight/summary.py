@@ -8,10 +8,9 @@ from statistics import median
 from typing import Any
 
 from fastcomm.insight.joined import Joined, last_to_launch, waited_ns
-from fastcomm.insight.steps import Step, share_of_gradients
+from fastcomm.insight.steps import Step
 
 _WIDTH = 110
-_AT_ONCE = 0.1  # gradients come all at once if they come in less than this share of the backward
 
 
 def values(step: Step) -> list[tuple[str, float]]:
@@ -40,8 +39,7 @@ def table(joined: Joined) -> str:
     for rank in range(len(joined.ranks)):
         table.add_row(str(rank), *_row([steps[rank] for steps in rounds]), _last(rounds, rank))
     console.print(table)
-    remarks = (_slowest(rounds), _at_once(joined, rounds))
-    text.write("\n".join(remark for remark in remarks if remark))
+    text.write(_slowest(rounds))
     return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
 
 
@@ -95,20 +93,4 @@ def _slowest(rounds: Sequence[Sequence[Step]]) -> str:
     return (
         f"Slowest: rank {slowest}, last in {len(waits)} of {len(rounds)} rounds. The others then "
         f"waited {median(waits):.3f} ms for it (median)."
-    )
-
-
-def _at_once(joined: Joined, rounds: Sequence[Sequence[Step]]) -> str:
-    """In words, that gradients came all at once, and what to do; "" if they did not."""
-    shares = [
-        share_of_gradients(now, before)
-        for steps, earlier in zip(rounds[1:], rounds[:-1], strict=True)
-        for now, before in zip(steps, earlier, strict=True)
-    ]
-    known = [share for share in shares if share is not None]
-    if len(joined.plan) == 1 or not known or median(known) > _AT_ONCE:
-        return ""
-    return (
-        "Gradients came all at once, when the backward was over: nothing overlaps. A model that "
-        "torch.compile has made one graph of does that: compile it by reducer.compile(model)."
     )

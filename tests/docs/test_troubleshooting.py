@@ -24,8 +24,6 @@ DESCRIPTIONS = ("Feature", "__repr__", "describe")
 SHOWN = {
     "…: no step yet that all ranks have recorded",
     "…: rounds … to …, medians in ms…",
-    "Gradients came all at once, when the backward was over: nothing overlaps. A model that "
-    "torch.compile has made one graph of does that: compile it by reducer.compile(model).",
     "Slowest: rank …, last in … of … rounds. The others then waited … ms for it (median).",
     "fastcomm::… bucket … of reducer …, …",
     "outside lower center",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import astuple, replace
+from dataclasses import replace
 
 import pytest
 
@@ -73,63 +73,6 @@ def test_steps_that_are_no_rounds_are_counted_and_left_out():
 def test_the_rank_that_launched_last_is_waited_for():
     steps = (_step(), _step(late_ms=1))
     assert [last_to_launch(steps, 0), waited_ns(steps, 0)] == [1, 0]
-
-
-ADVICE = "compile it by reducer.compile(model)"
-
-
-def _rounds(forward_ns, ready):
-    """Two rounds of two ranks, 100 ms apart."""
-    first = replace(_step(), forward_ns=forward_ns, ready=ready)
-    second = replace(first.shifted(100 * MS), number=2)
-    return Joined("reducer 0", PLAN, ((first, second), (first, second)))
-
-
-def test_gradients_that_come_at_once_are_told_with_advice():
-    # the backward takes 5 ms, a step 100
-    at_once, late = (4 * MS, 4 * MS, 4 * MS + 400_000), (4 * MS, 4 * MS, 5 * MS)
-    assert ADVICE in summary.table(_rounds(2 * MS, at_once))
-    assert ADVICE not in summary.table(_rounds(2 * MS, late))
-    # no forward is seen
-    assert ADVICE in summary.table(_rounds(0, late))
-    assert ADVICE not in summary.table(_rounds(0, (4 * MS, 4 * MS, 20 * MS)))
-
-
-def test_without_several_buckets_or_rounds_there_is_no_advice():
-    joined = _rounds(0, (4 * MS,) * 3)
-    assert ADVICE in summary.table(joined)
-    assert ADVICE not in summary.table(replace(joined, plan=PLAN[:1]))
-    assert ADVICE not in summary.table(
-        replace(joined, ranks=tuple(steps[:1] for steps in joined.ranks))
-    )
-
-
-def test_launching_is_not_taken_for_a_backward():
-    slow = BucketTimes(4 * MS, 6 * MS, 0, 6 * MS, 7 * MS, 8 * MS, 8 * MS)
-    joined = _rounds(2 * MS, (4 * MS, 4 * MS, 6 * MS))
-    assert ADVICE not in summary.table(joined)
-    launching = tuple(
-        tuple(
-            replace(step, buckets=(slow if step.number == 1 else _shifted(slow), step.buckets[1]))
-            for step in steps
-        )
-        for steps in joined.ranks
-    )
-    assert ADVICE in summary.table(replace(joined, ranks=launching))
-
-
-def test_gradients_between_long_launches_do_not_come_at_once():
-    """As where a hook reduces in its launch: 4.6 of 5 ms, and 0.2 of the rest between gradients."""
-    long = BucketTimes(4 * MS, 8_600_000, 0, 6 * MS, 7 * MS, 8 * MS, 8 * MS)
-    step = replace(
-        _step(), ready=(4 * MS, 4 * MS, 8_800_000), backward_end=9 * MS, buckets=(long,) * 2
-    )
-    rounds = (step, replace(step.shifted(100 * MS), number=2))
-    assert ADVICE not in summary.table(Joined("reducer 0", PLAN, (rounds, rounds)))
-
-
-def _shifted(times):
-    return BucketTimes(*(ns + 100 * MS if ns else 0 for ns in astuple(times)))
 
 
 def test_only_rounds_that_all_ranks_have_recorded_are_compared():
