@@ -1,17 +1,23 @@
-"""The ranks' timelines put together: which rounds all of them have, and who was last.
+"""The ranks' timelines put together on one clock: which rounds all of them have, and who was last.
 
-Collective where a communicator is an argument; the rest reads what was gathered.
+Ranks of one host have one CLOCK_MONOTONIC; between hosts the differences are estimated. Collective
+where a communicator is an argument; the rest reads what was gathered.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fastcomm.comm.objects import gather_objects
+import torch
+
+from fastcomm.comm.objects import gather_objects, on_host
 from fastcomm.comm.transport import Transport
-from fastcomm.insight.clock import offsets_to_rank_0
 from fastcomm.insight.steps import BucketPlan, Step
+from fastcomm.launching.bootstrap import host_identity
+
+_N_MEETINGS = 16
 
 
 @dataclass(frozen=True)
@@ -39,9 +45,45 @@ def join(
     comm: Transport, what: str, plan: tuple[BucketPlan, ...], steps: Sequence[Step], call: str
 ) -> Joined:
     """Gathers what the ranks have recorded. Collective. call: the user's, for messages."""
-    offsets = offsets_to_rank_0(comm, call)
-    gathered = gather_objects(comm, [one.shifted(offsets[comm.rank]) for one in steps], call)
-    return Joined(what, plan, tuple(map(tuple, gathered)))
+    told = gather_objects(comm, (host_identity(), list(steps)), call)
+    offsets = offsets_to_rank_0(comm, [host for host, _ in told], call)
+    ranks = (
+        tuple(step.shifted(offset) for step in theirs)
+        for offset, (_, theirs) in zip(offsets, told, strict=True)
+    )
+    return Joined(what, plan, tuple(ranks))
+
+
+def offsets_to_rank_0(comm: Transport, hosts: Sequence[str], call: str) -> list[int]:
+    """By rank, what to add to its times so that they are times of rank 0, in ns. Collective. hosts:
+    by rank.
+    """
+    if len(set(hosts)) == 1:
+        return [0] * comm.world_size
+    spans = gather_objects(comm, [_meet(comm) for _ in range(_N_MEETINGS)], call)
+    return [
+        0 if host == hosts[0] else offset_between(spans[0], own)
+        for host, own in zip(hosts, spans, strict=True)
+    ]
+
+
+def _meet(comm: Transport) -> tuple[int, int]:
+    """When this rank came to a meeting of all ranks, and when it left."""
+    before = time.monotonic_ns()
+    all_came = torch.empty(comm.world_size, dtype=torch.int64, device=comm.device)
+    comm.all_gather_single(all_came, torch.zeros_like(all_came[:1]))
+    on_host(comm, all_came)
+    return before, time.monotonic_ns()
+
+
+def offset_between(first: Sequence[tuple[int, int]], second: Sequence[tuple[int, int]]) -> int:
+    """What to add to the second rank's clock to get the first one's. Both have noted when they came
+    to the same meetings and left them: nobody leaves before the other has come, which bounds the
+    difference from both sides. The tightest bounds count.
+    """
+    least = max(a[0] - b[1] for a, b in zip(first, second, strict=True))
+    most = min(a[1] - b[0] for a, b in zip(first, second, strict=True))
+    return (least + most) // 2
 
 
 def last_to_launch(steps: Sequence[Step], bucket: int) -> int:

@@ -10,39 +10,19 @@ import json
 import os
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from fastcomm.comm.communicator import ProcessBound
 from fastcomm.comm.objects import gather_objects
-from fastcomm.comm.transport import Transport
 from fastcomm.errors import FastcommError
 from fastcomm.insight import plot, summary, trace
 from fastcomm.insight.forward import watch_forward
 from fastcomm.insight.joined import Joined, join
 from fastcomm.insight.recorder import Recorder
 from fastcomm.insight.steps import BucketPlan, Step, read_steps
-
-
-class Bucket(Protocol):
-    """What a timeline knows of a reducer's bucket."""
-
-    names: list[str]
-    flat: Tensor
-
-
-class Recorded(Protocol):
-    """A reducer, as its timeline sees it."""
-
-    comm: Transport
-    number: int
-    recorder: Recorder | None
-
-
-class ScalarWriter(Protocol):
-    def add_scalar(self, tag: str, value: float, step: int, /) -> object: ...
 
 
 class Timeline(ProcessBound):
@@ -52,7 +32,7 @@ class Timeline(ProcessBound):
     steps: how many of the newest steps are kept.
     """
 
-    def __init__(self, reducer: Recorded, steps: int) -> None:
+    def __init__(self, reducer: Any, steps: int) -> None:
         self._reducer = weakref.ref(reducer)
         self._comm = reducer.comm
         self._n_steps = steps
@@ -90,7 +70,7 @@ class Timeline(ProcessBound):
     def __exit__(self, *error: object) -> None:
         self.stop()
 
-    def follow(self, buckets: Sequence[Bucket], model: object) -> None:
+    def follow(self, buckets: Sequence[Any], model: object) -> None:
         """For reducers: these are the buckets from now on. What was recorded is of others, and
         dropped. model: the module, whose forward is seen; or anything else, whose is not.
         """
@@ -189,7 +169,7 @@ class Timeline(ProcessBound):
 
     # -- this rank's -------------------------------------------------------------------------------
 
-    def write_scalars(self, writer: ScalarWriter, step: int) -> None:
+    def write_scalars(self, writer: Any, step: int) -> None:
         """Writes what this rank's newest step took, in ms, and its overlap in percent, by
         writer.add_scalar (a SummaryWriter of TensorBoard, or what looks like one). Not collective.
         step: the number to write them under.

@@ -18,8 +18,8 @@ _COMPUTE, _COMMUNICATION = 0, 1  # threads; those above are for more buckets
 
 def trace(joined: Joined) -> Event:
     """What to write as JSON. Times in it are in µs, from the first of all."""
-    times = [time for steps in joined.ranks for step in steps for time in _known_times(step)]
-    writer = _Writer(joined, min(times, default=0))
+    begins = (one.forward_begin or one.backward_begin for steps in joined.ranks for one in steps)
+    writer = _Writer(joined, min(filter(None, begins), default=0))
     return {
         "displayTimeUnit": "ms",
         "otherData": {"fastcomm": joined.what},
@@ -30,10 +30,6 @@ def trace(joined: Joined) -> Event:
 def bucket_name(i: int, plan: BucketPlan) -> str:
     first, last = plan.names[0], plan.names[-1]
     return f"bucket {i}: {first}" + (f" ... {last}" if len(plan.names) > 1 else "")
-
-
-def _known_times(step: Step) -> Iterator[int]:
-    yield from (time for time in (step.forward_begin, step.backward_begin) if time)
 
 
 class _Writer:

@@ -464,7 +464,7 @@ def _views_and_parameters(bucket: Bucket) -> tuple[list[Tensor], list[Tensor]]:
     return views, parameters
 
 
-# -- what a sync reduces ----------------------------------------------------------------------------
+# -- what a sync reduces ---------------------------------------------------------------------------
 
 
 def _average(

@@ -15,7 +15,7 @@ import torch
 
 import fastcomm
 from fastcomm import FastcommError
-from fastcomm.insight.clock import offsets_to_rank_0
+from fastcomm.insight.joined import offsets_to_rank_0
 from tests.support.models import backward, mlp
 from tests.support.ranks import on_ranks
 from tests.support.transports import EVERY_TRANSPORT
@@ -316,6 +316,5 @@ def test_a_timeline_without_a_round_says_so(comm):
 @pytest.mark.transports("hierarchical")
 @on_ranks(2)
 def test_clocks_that_are_one_are_found_to_be_close(comm):
-    """The ranks take each other for ranks of two hosts."""
-    first, second = offsets_to_rank_0(comm, "the test")
+    first, second = offsets_to_rank_0(comm, ["one host", "another"], "the test")
     assert first == 0 and abs(second) < 50e6
