@@ -14,6 +14,7 @@ ones.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import select
@@ -347,39 +348,33 @@ class Watchdog:
 
     def _time_out(self, comm: Watched, number: int, what: Called) -> None:
         self._publish(comm, (number, self._timeout_s, what))  # the rank that asks reads it
-        with contextlib.suppress(RuntimeError):
+        try:
             is_asker = self._notes.write_once("asker", str(comm.rank)) == str(comm.rank)
             if not is_asker and self._await_verdict(comm):
                 return
-            others = self._ask_around(comm, ANSWER_S if is_asker else 0)
-            late = [
-                rank
-                for rank, position in others.items()
-                if position is None or position.number < number or position.what != what
-            ]
-            missing = "; ".join(
-                f"{comm.processes[rank].in_words()}: {_standing(others[rank])}" for rank in late
-            )
-            where = [
-                f"\nrank {rank}: {position.where}"
-                for rank, position in others.items()
-                if rank in late[:MOST_ASKED] and position is not None and position.where
-            ]
-            self.give_up(
-                comm,
-                TimeoutError(
-                    f"{waited(self._timeout_s)}; {waits(comm.rank, number, what)}; "
-                    f"missing: {missing or 'no rank'}{''.join(where)}"
-                ),
-            )
-            return
-        self.give_up(
-            comm,
-            TimeoutError(
-                f"{waited(self._timeout_s)}; {waits(comm.rank, number, what)}; the store is gone, "
-                "too"
-            ),
+            found = self._missing(comm, number, what, ANSWER_S if is_asker else 0)
+        except RuntimeError:
+            found = "the store is gone, too"
+        message = f"{waited(self._timeout_s)}; {waits(comm.rank, number, what)}; {found}"
+        self.give_up(comm, TimeoutError(message))
+
+    def _missing(self, comm: Watched, number: int, what: Called, patience_s: float) -> str:
+        """In words, which ranks have not come to the collective, and where they stand."""
+        late = {
+            rank: position
+            for rank, position in self._ask_around(comm, patience_s).items()
+            if position is None or position.number < number or position.what != what
+        }
+        missing = "; ".join(
+            f"{comm.processes[rank].in_words()}: {_standing(position)}"
+            for rank, position in late.items()
         )
+        where = [
+            f"\nrank {rank}: {position.where}"
+            for rank, position in itertools.islice(late.items(), MOST_ASKED)
+            if position is not None and position.where
+        ]
+        return f"missing: {missing or 'no rank'}{''.join(where)}"
 
     def _await_verdict(self, comm: Watched) -> bool:
         """One rank asks around, or the store had to answer every rank about every other. Whether
