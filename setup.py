@@ -58,7 +58,6 @@ EXTENSIONS = (
         "comm.gathering",
         "transports.group.wire",
         "transports.group.shards",
-        "insight.phases",
         "insight.recorder",
         "reducer.gradient_state",
         "reducer.hooks",

@@ -63,7 +63,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compr
 from torch.nn.parallel import DistributedDataParallel
 
 import fastcomm
-from fastcomm.insight.phases import BACKWARD, OPTIMIZER, OTHER, WAITING
+from fastcomm.insight.recorder import BACKWARD, OPTIMIZER, OTHER, WAITING
 from fastcomm.insight.stragglers import Stragglers
 
 TINY_PARAMETERS = 2000

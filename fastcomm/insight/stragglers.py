@@ -24,7 +24,7 @@ from torch.utils.hooks import RemovableHandle
 from fastcomm.comm.objects import on_host
 from fastcomm.comm.transport import Transport
 from fastcomm.insight.forward import watch_forward
-from fastcomm.insight.phases import (
+from fastcomm.insight.recorder import (
     BACKWARD,
     FORWARD,
     NAMES,

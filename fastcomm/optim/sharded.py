@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from fastcomm.comm.abandonment import note_abandoned
 from fastcomm.comm.transport import Transport
 from fastcomm.errors import FastcommError, MismatchError
-from fastcomm.insight.phases import OPTIMIZER, OTHER, WAITING
+from fastcomm.insight.recorder import OPTIMIZER, OTHER, WAITING
 from fastcomm.optim import checkpoints, shardable
 from fastcomm.optim.checkpoints import Part, Saved, State, options_of, pieces_of
 from fastcomm.reducer import validation

@@ -30,7 +30,7 @@ from fastcomm.comm.collective import Op, canonical_op
 from fastcomm.comm.communicator import Communicator, ProcessBound
 from fastcomm.comm.transport import Transport
 from fastcomm.errors import FastcommError
-from fastcomm.insight.phases import BACKWARD, OPTIMIZER, OTHER, WAITING, Phases
+from fastcomm.insight.recorder import BACKWARD, OPTIMIZER, OTHER, WAITING, Phases
 from fastcomm.insight.stragglers import Straggler, Stragglers
 from fastcomm.insight.timeline import Timeline
 from fastcomm.launching.rendezvous import init

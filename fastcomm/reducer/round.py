@@ -18,7 +18,7 @@ from fastcomm.comm.collective import SKIP, with_checksum
 from fastcomm.comm.transport import Transport, Weight
 from fastcomm.comm.words import RECORDS
 from fastcomm.errors import AbandonedError, FastcommError, MismatchError
-from fastcomm.insight.phases import BACKWARD, WAITING, Phases
+from fastcomm.insight.recorder import BACKWARD, WAITING, Phases
 from fastcomm.reducer.autograd import call_at_end_of_backward
 from fastcomm.reducer.bucket import Bucket, Inspection
 from fastcomm.reducer.extension import RoundExtension

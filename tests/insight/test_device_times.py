@@ -11,7 +11,7 @@ import torch
 
 import fastcomm
 from fastcomm.insight import stragglers
-from fastcomm.insight.phases import MOST_MARKS, Phases
+from fastcomm.insight.recorder import MOST_MARKS, Phases
 from tests.fakes.stand_ins import failing, loaded
 from tests.transports.nccl import communicator, stand_in_values
 from tests.transports.nccl.test_launches import BEGIN_GLOBAL, END, LEGACY_STREAM

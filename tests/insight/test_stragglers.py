@@ -15,7 +15,7 @@ from torch import nn
 
 import fastcomm
 from fastcomm.insight import stragglers
-from fastcomm.insight.phases import OPTIMIZER, WAITING, Phases
+from fastcomm.insight.recorder import OPTIMIZER, WAITING, Phases
 from fastcomm.insight.stragglers import find
 from tests.support.bodies import Interrupted
 from tests.support.ranks import on_ranks
