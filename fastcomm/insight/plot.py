@@ -27,7 +27,7 @@ def plot(joined: Joined, steps: Sequence[Step], path: str | os.PathLike[str]) ->
     figure, axes = pyplot.subplots(figsize=(10, height), layout="constrained")
     origin = min(step.forward_begin or step.backward_begin for step in steps)
     for rank, step in enumerate(steps):
-        for name, span in _phases(step).items():
+        for name, span in step.spans.items():
             _bar(axes, 2 * rank, _LANE, span, origin, name)
         _draw_buckets(axes, 2 * rank + 1, step.buckets, origin)
     axes.set_yticks(
@@ -55,15 +55,6 @@ def _pyplot() -> Any:
     import matplotlib.pyplot
 
     return matplotlib.pyplot
-
-
-def _phases(step: Step) -> dict[str, tuple[int, int]]:
-    return {
-        "forward": (step.forward_begin, step.forward_end),
-        "backward": (step.backward_begin, step.backward_end),
-        "exposed": (step.backward_end, step.finished),
-        "optimizer": (step.optimizer_begin, step.optimizer_end),
-    }
 
 
 def _draw_buckets(axes: Any, lane: int, buckets: Sequence[BucketTimes], origin: int) -> None:

@@ -84,6 +84,17 @@ class Step:
         return self.kind in ("reduced", "by hand")
 
     @property
+    def spans(self) -> dict[str, Interval]:
+        """When this rank was in which phase; (0, 0) where it was never."""
+        backward = self.backward_begin, self.backward_end or self.finished
+        return {
+            "forward": (self.forward_begin, self.forward_end),
+            "backward": (0, 0) if self.kind == "by hand" else backward,
+            "exposed": (self.backward_end, self.finished) if self.has_round else (0, 0),
+            "optimizer": (self.optimizer_begin, self.optimizer_end),
+        }
+
+    @property
     def backward_ns(self) -> int:
         return 0 if self.kind == "by hand" else self.backward_end - self.backward_begin
 

@@ -56,22 +56,9 @@ class _Writer:
     def _computing(self, rank: int, step: Step) -> Iterator[Event]:
         arguments = {"round": step.number, "kind": step.kind}
         suffix = "" if step.kind == "reduced" else f" ({step.kind})"
-        yield from self._slice(
-            rank, _COMPUTE, "forward", (step.forward_begin, step.forward_end), arguments
-        )
-        if step.kind != "by hand":
-            yield from self._slice(
-                rank,
-                _COMPUTE,
-                f"backward{suffix}",
-                (step.backward_begin, step.backward_end or step.finished),
-                arguments,
-            )
-        if step.has_round:
-            waiting = (step.backward_end, step.finished)
-            yield from self._slice(rank, _COMPUTE, f"exposed{suffix}", waiting, arguments)
-        stepping = (step.optimizer_begin, step.optimizer_end)
-        yield from self._slice(rank, _COMPUTE, "optimizer", stepping, arguments)
+        for phase, span in step.spans.items():
+            name = f"{phase}{suffix}" if phase in ("backward", "exposed") else phase
+            yield from self._slice(rank, _COMPUTE, name, span, arguments)
 
     def _travelling(self, rank: int, thread: int, step: Step, i: int) -> Iterator[Event]:
         """One bucket: its way as a slice, and in it what it waits for."""

@@ -57,6 +57,9 @@ class _Cut(NamedTuple):
 
     dtype: torch.dtype
 
+    def __repr__(self) -> str:
+        return f"a tensor of {self.dtype}"
+
 
 def compare(
     comm: Transport, parts: Collection[Part], states: Mapping[Tensor, State], call: str
@@ -90,22 +93,17 @@ def _describe(piece: Piece | None, states: Mapping[Tensor, State]) -> State:
 
 def _refuse_mixture(name: str, first: int, state: State, rank: int, other: State) -> None:
     """Raises MismatchError unless two ranks' states of one parameter are of one step."""
-    expected, found = _in_words(state), _in_words(other)
-    for key in {**expected, **found}:
-        if found.get(key) != expected.get(key):
+    for key in {**state, **other}:
+        expected, found = (
+            validation.shown(one[key]) if key in one else None for one in (state, other)
+        )
+        if found != expected:
             raise MismatchError(
-                f"the optimizer's {key} of parameter {name} is {expected.get(key)} on rank {first} "
-                f"and {found.get(key)} on rank {rank}, and each steps a part of it: a step has "
-                "failed, or different states were loaded. Load one whole state on every rank, or "
-                "begin anew there by optimizer.state = {}"
+                f"the optimizer's {key} of parameter {name} is {expected} on rank {first} and "
+                f"{found} on rank {rank}, and each steps a part of it: a step has failed, or "
+                "different states were loaded. Load one whole state on every rank, or begin anew "
+                "there by optimizer.state = {}"
             )
-
-
-def _in_words(state: State) -> dict[str, str]:
-    return {
-        key: f"a tensor of {value.dtype}" if isinstance(value, _Cut) else validation.shown(value)
-        for key, value in state.items()
-    }
 
 
 def sharded(
