@@ -111,12 +111,6 @@ MISMATCHES = {
         "100 float32 elements, op sum in 1 tensor ",
         "100 float32 elements, op sum",
     ),
-    "dtype of many": (
-        lambda comm: _coalesced(comm, 2, 3),
-        lambda comm: _coalesced(comm, 2, 3, dtype=torch.float64),
-        "5 float32",
-        "5 float64",
-    ),
     "op of many": (
         lambda comm: _coalesced(comm, 2, 3),
         lambda comm: _coalesced(comm, 2, 3, op="max"),

@@ -185,16 +185,6 @@ def test_nobody_leaves_a_barrier_before_all_have_come(ranks, world_size):
 
 @over(2, shm=(2, 3))
 @on_ranks()
-def test_the_op_may_have_torchs_names(comm):
-    for name, op in (("avg", "mean"), ("product", "prod")):
-        shards = shards_of(torch.float32, comm.world_size, 100)
-        tensor = shards[comm.rank].to(comm.device, copy=True)
-        comm.all_reduce(tensor, name)
-        assert_reduced(comm, tensor, shards, op)
-
-
-@over(2, shm=(2, 3))
-@on_ranks()
 def test_tensors_of_any_shape_are_taken(comm):
     shards = shards_of(torch.float32, comm.world_size, 60)
     tensor = shards[comm.rank].to(comm.device, copy=True).view(3, 4, 5)

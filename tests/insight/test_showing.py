@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from fastcomm.insight import plot, summary, trace
-from fastcomm.insight.joined import Joined, last_to_launch, offset_between, waited_ns
+from fastcomm.insight.joined import Joined, offset_between
 from fastcomm.insight.steps import BucketPlan, BucketTimes, Step, length
 
 MS = 1_000_000
@@ -68,11 +68,6 @@ def test_steps_that_are_no_rounds_are_counted_and_left_out():
     joined = Joined("reducer 0", PLAN, (steps, (*steps, _step(kind="accumulated", number=0))))
     assert len(joined.rounds()) == 1
     assert "2 accumulated, left out" in summary.table(joined)
-
-
-def test_the_rank_that_launched_last_is_waited_for():
-    steps = (_step(), _step(late_ms=1))
-    assert [last_to_launch(steps, 0), waited_ns(steps, 0)] == [1, 0]
 
 
 def test_only_rounds_that_all_ranks_have_recorded_are_compared():

@@ -172,16 +172,6 @@ def test_rank_0_warns_once_of_a_rank_that_stays_late(comm):
     assert not seen or "rank 1 is late by" in seen[0] and "most of it in backward" in seen[0]
 
 
-@pytest.mark.transports(*EVERY_TRANSPORT)
-@on_ranks(2)
-@_telling_often
-def test_what_stragglers_says_is_equal_on_all_ranks_and_may_be_nothing(comm):
-    _, reducer, _ = _train(comm, "data and other", steps=40)
-    found = reducer.stragglers()
-    told = fastcomm.comm.objects.gather_objects(comm, list(map(str, found)), "a test")
-    assert told[0] == told[1] and len(found) == 1
-
-
 @pytest.mark.transports("shm", "nccl")
 @on_ranks(2)
 @_telling_often

@@ -1,5 +1,5 @@
 """ShardedOptimizer and torch.distributed.checkpoint: each rank writes its shards, and any number of
-ranks, DDP and FSDP2 read them.
+ranks read them.
 
 Every rank trains on the same images, so that 1, 2 or 4 ranks make what one plain optimizer does, in
 every bit: the mean over 3 would round.
@@ -22,7 +22,6 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint import state_dict as recipes
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.nn.parallel import DistributedDataParallel
 
 import fastcomm
 from fastcomm import FastcommError
@@ -121,12 +120,6 @@ class Sharded(Plain):
     def state(self) -> dict[str, Any]:
         return self.optimizer.full_state_dict()
 
-    def as_plain(self, kind: Kind) -> Plain:
-        plain = Plain(kind)
-        plain.model.load_state_dict(self.model.state_dict())
-        plain.optimizer.load_state_dict(self.state())
-        return plain
-
 
 def assert_same(mine: Plain, theirs: Plain) -> None:
     """The parameters, and the states of those that are not frozen, have the same bits."""
@@ -152,14 +145,7 @@ def load(one: Plain, folder: Path, way: str, *, is_partial: bool = False) -> Non
     state = asked(one, way)
     planner = dcp.DefaultLoadPlanner(allow_partial_load=is_partial)
     dcp.load(state, checkpoint_id=folder, planner=planner)
-    if way == "by name":
-        recipes.set_state_dict(
-            one.model,
-            one.optimizer,
-            model_state_dict=state["model"],
-            optim_state_dict=state["optim"],
-        )
-    elif way == "by number":
+    if way == "by number":
         one.model.load_state_dict(state["model"])
         one.optimizer.load_state_dict(state["optim"])
 
@@ -167,10 +153,7 @@ def load(one: Plain, folder: Path, way: str, *, is_partial: bool = False) -> Non
 def asked(one: Plain, way: str) -> dict[str, Any]:
     if way == "as objects":
         return {"model": one.model, "optim": one.optimizer}
-    if way == "by number":
-        return {"model": one.model.state_dict(), "optim": one.optimizer.state_dict()}
-    model, optimizer = recipes.get_state_dict(one.model, one.optimizer)
-    return {"model": model, "optim": optimizer}
+    return {"model": one.model.state_dict(), "optim": one.optimizer.state_dict()}
 
 
 # -- other numbers of ranks ------------------------------------------------------------------------
@@ -297,55 +280,6 @@ def test_what_is_saved_beside_training_is_of_one_step(comm, tmp_path):
     plain.train()
     assert_same(reader, plain)
     dist.destroy_process_group(group)
-
-
-# -- DDP and FSDP2 ---------------------------------------------------------------------------------
-
-
-class OfDdp(Plain):
-    def __init__(self, kind: Kind) -> None:
-        self.module = net()
-        self.model = DistributedDataParallel(self.module)
-        self.optimizer = kind[0](groups(self.module), **kind[1])
-
-
-class OfFsdp(Plain):
-    def __init__(self, kind: Kind) -> None:
-        from torch.distributed.fsdp import fully_shard
-
-        self.module = net().to(memory_format=torch.contiguous_format)
-        self.model = fully_shard(self.module)
-        self.optimizer = kind[0](groups(self.module), **kind[1])
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return torch.float32
-
-
-@pytest.mark.parametrize("make", [OfDdp, OfFsdp])
-@on_ranks(2)
-def test_others_read_its_checkpoints_and_it_reads_theirs(comm, make, tmp_path):
-    gloo()
-    kind = KINDS["AdamW"]
-    theirs, plain, mine, other = make(kind), Plain(kind), Sharded(comm, kind), make(kind)
-    theirs.train()
-    save(theirs, tmp_path / "theirs", "by name")
-    load(plain, tmp_path / "theirs", "by name")
-    assert _whole(plain) == _whole(theirs)
-    mine.model.load_state_dict(plain.model.state_dict())
-    mine.optimizer.load_state_dict(plain.state())
-    mine.train(first=STEPS)
-    save(mine.as_plain(kind), tmp_path / "mine", "by name")
-    load(other, tmp_path / "mine", "by name")
-    plain.train(first=STEPS)
-    assert _whole(other) == _whole(mine.as_plain(kind)) == _whole(plain)
-
-
-def _whole(one: Plain) -> dict[str, Any]:
-    """The bits of model and optimizer, by name."""
-    model, optimizer = recipes.get_state_dict(one.model, one.optimizer, options=WHOLE)
-    states = {f"{name}.{key}": v for name, s in optimizer["state"].items() for key, v in s.items()}
-    return {name: value.numpy().tobytes() for name, value in (model | states).items()}
 
 
 # -- without a group, and what is refused ----------------------------------------------------------
