@@ -3,12 +3,13 @@ gets the rows of all ranks, and adds them.
 
 No flat buffer holds these gradients, and the number of rows differs by rank and step. So the ranks
 first make each other an Offer: what they bring. The host waits for the offers, which is why the
-bucket is launched at the end of backward. The offers decide on all ranks alike how each gradient
-comes out: sparse, or dense where some rank has a dense one (as tied weights give), or not at all.
+bucket is launched at the end of backward. They tell all ranks alike which gradients come out.
 """
 
 from __future__ import annotations
 
+import functools
+import math
 import struct
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -18,11 +19,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from fastcomm.comm import words
-from fastcomm.comm.collective import (
-    BUCKET_OPS,
-    SKIP,
-    as_pairs,
-)
+from fastcomm.comm.collective import BUCKET_OPS, SKIP, as_pairs
 from fastcomm.comm.communicator import Work
 from fastcomm.comm.objects import on_host
 from fastcomm.comm.transport import BucketWork, Transport, Weight
@@ -30,10 +27,10 @@ from fastcomm.errors import FastcommError, MismatchError
 from fastcomm.reducer.bucket import Bucket, Inspection
 from fastcomm.reducer.features.sparse_rows import (
     Rows,
-    Section,
     added,
+    nbytes_of,
+    rows_in,
     rows_of,
-    sections_of,
     sparse_of,
 )
 from fastcomm.reducer.layout import kind_of, scale_, values_of
@@ -41,22 +38,21 @@ from fastcomm.reducer.validation import grad_dtype, misfit
 from fastcomm.transports.cuda.driver import Producers
 
 _ALIGNMENT = 64  # bytes, of what each rank sends
-# The form of a gradient: how many of its dimensions are sparse, or one of these.
-_NOTHING, _DENSE = 0, -1
 _UNWEIGHTED = Weight(1.0, 1.0)
 
 
 class Offer(NamedTuple):
     """What one rank brings.
 
-    forms, n_rows: by slot, of its gradients.
+    n_sparse, n_rows: by slot, how many dimensions of its gradient are sparse, and how many rows it
+        has. 0: there is no gradient.
     is_present: by slot, whether a gradient is of this round, and not only left from an earlier one.
     """
 
     op: str
     step: int
     weight: Weight
-    forms: list[int]
+    n_sparse: list[int]
     n_rows: list[int]
     is_present: list[int]
 
@@ -64,7 +60,7 @@ class Offer(NamedTuple):
         """Returns the offer as it travels; of() is the way back."""
         weight = struct.unpack("qq", struct.pack("dd", *self.weight))
         head = BUCKET_OPS.index(self.op), self.step, *weight
-        return [*head, *self.forms, *self.n_rows, *self.is_present]
+        return [*head, *self.n_sparse, *self.n_rows, *self.is_present]
 
     @staticmethod
     def of(numbers: Sequence[int], likes: Sequence[Tensor]) -> Offer:
@@ -74,27 +70,21 @@ class Offer(NamedTuple):
         op, step, *bits = numbers[:4]
         weight = Weight(*struct.unpack("dd", struct.pack("qq", *bits)))
         n = (len(numbers) - 4) // 3
-        forms, n_rows, is_present = (list(numbers[4 + i * n : 4 + i * n + n]) for i in range(3))
+        n_sparse, n_rows, is_present = (list(numbers[4 + i * n : 4 + i * n + n]) for i in range(3))
         could_be = (
-            _DENSE <= form <= like.dim() and 0 <= n_own <= like.shape[: max(form, 0)].numel()
-            for like, form, n_own in zip(likes, forms, n_rows, strict=True)
+            0 <= n_dims <= like.dim() and 0 <= n_own <= like.shape[:n_dims].numel()
+            for like, n_dims, n_own in zip(likes, n_sparse, n_rows, strict=True)
         )
         if not 0 <= op < len(BUCKET_OPS) or not all(could_be):
             raise ValueError(f"{numbers} is no offer of gradients")
-        return Offer(BUCKET_OPS[op], step, weight, forms, n_rows, is_present)
-
-
-def _form_of(gradient: Tensor | None) -> int:
-    if gradient is None:
-        return _NOTHING
-    return gradient.sparse_dim() if gradient.is_sparse else _DENSE
+        return Offer(BUCKET_OPS[op], step, weight, n_sparse, n_rows, is_present)
 
 
 class SparseBucket(Bucket):
     """All sparse gradients of a reducer. Between two rounds a gradient is one of `views`, the
     results of the last round, a tensor of the user's own, or missing.
 
-    wire_dtype: in which values travel; None: their own.
+    wire_dtype: in which values travel; None: their own, or one that holds all of theirs.
     """
 
     waits_in_launch = True
@@ -108,11 +98,14 @@ class SparseBucket(Bucket):
         n_rounds: int,
     ) -> None:
         own = [parameter for _, parameter in named]
-        self._label, self._comm, self._wire_dtype = label, comm, wire_dtype
+        self._label, self._comm = label, comm
         self.indices = list(range(len(own)))
         self._likes = [torch.empty_like(p, dtype=grad_dtype(p), device="meta") for p in own]
-        wide = any(kind_of(like, like.dtype)[1] == torch.float64 for like in self._likes)
-        self.dtype = torch.float64 if wide else torch.float32
+        own_dtype = functools.reduce(
+            torch.promote_types, [kind_of(like, like.dtype)[1] for like in self._likes]
+        )
+        self._wire_dtype = wire_dtype or own_dtype
+        self.dtype = torch.promote_types(own_dtype, torch.float32)
         # how long messages are is not known
         self.flat = torch.empty(0, dtype=self.dtype, device=comm.device)
         self._hold(named, [self.flat.new_empty(1) for _ in own], comm, n_rounds)
@@ -152,16 +145,16 @@ class SparseBucket(Bucket):
         gradients = self._taking_part(own_weight, is_empty, keeps_graph)
         if inspect is not None:
             self._show(gradients, inspect)
-        rows = [None if g is None or not g.is_sparse else rows_of(g) for g in gradients]
+        rows = [None if gradient is None else rows_of(gradient) for gradient in gradients]
         own = Offer(
             op,
             step,
             own_weight or _UNWEIGHTED,
-            [_form_of(gradient) for gradient in gradients],
+            [0 if gradient is None else gradient.sparse_dim() for gradient in gradients],
             [0 if one is None else len(one.indices) for one in rows],
             [i not in self._untouched for i in range(len(gradients))],
         )
-        self._take_part(own, rows, gradients)
+        self._take_part(own, rows)
         if self._producers is not None:
             for gradient in gradients:
                 if gradient is not None:
@@ -181,18 +174,13 @@ class SparseBucket(Bucket):
         """Takes part without any gradient: the offer carries the vote, over every transport."""
         n = len(self.names)
         self._is_vote = True
-        own = Offer(SKIP, step, _UNWEIGHTED, [_NOTHING] * n, [0] * n, [False] * n)
-        self._take_part(own, [None] * n, [None] * n)
+        own = Offer(SKIP, step, _UNWEIGHTED, [0] * n, [0] * n, [False] * n)
+        self._take_part(own, [None] * n)
 
-    def _take_part(
-        self, own: Offer, rows: Sequence[Rows | None], gradients: Sequence[Tensor | None]
-    ) -> None:
+    def _take_part(self, own: Offer, rows: Sequence[Rows | None]) -> None:
         try:
-            work = _SparseWork(self._exchange(own), self._memory[:0])
+            work = _SparseWork(self._exchange(own))
             self._send(work, rows)
-            for i, form in enumerate(work.forms):
-                if form == _DENSE:
-                    work.add_dense(i, *self._reduce_densely(i, gradients[i], work))
             self._is_gathered, self._work = True, work
         except FastcommError as error:
             raise self._explained(error) from error.__cause__
@@ -242,6 +230,8 @@ class SparseBucket(Bucket):
         trouble = misfit(parameter, gradient, like, self._comm.device)
         if trouble is None and gradient.requires_grad:
             trouble = "is to be differentiated (create_graph=True): use sparse=False"
+        if trouble is None and not gradient.is_sparse:
+            trouble = "is dense, and was to be sparse, which tied weights are not: use sparse=False"
         if trouble is not None:
             raise FastcommError(f"the gradient of parameter {self.names[i]} {trouble}")
 
@@ -264,36 +254,38 @@ class SparseBucket(Bucket):
             mismatch = MismatchError(f"the ranks reduce sparse gradients differently: {what}")
             mismatch.differs = words.difference(calls)
             raise mismatch
+        for i, name in enumerate(self.names):
+            n_sparse = {offer.n_sparse[i] for offer in offers} - {0}
+            if len(n_sparse) > 1:
+                raise FastcommError(
+                    f"the ranks' gradients of parameter {name} have {sorted(n_sparse)} sparse "
+                    "dimensions, and must have the same number"
+                )
         return offers
-
-    def _wire(self, i: int) -> tuple[int, torch.dtype]:
-        """How many real numbers the i-th parameter has, and the dtype of theirs on the wire."""
-        numel, dtype, _ = kind_of(self._likes[i], self._likes[i].dtype)
-        return numel, self._wire_dtype or dtype
 
     def _send(self, work: _SparseWork, rows: Sequence[Rows | None]) -> None:
         """Sends this rank's rows to all others."""
+        widths = {}  # by slot, of a row of the result
+        for i, (like, n_sparse) in enumerate(zip(self._likes, work.n_sparse, strict=True)):
+            if n_sparse is not None:
+                n_all = like.shape[:n_sparse].numel()
+                widths[i] = kind_of(like, like.dtype)[0] // n_all if n_all else 0
+        sizes = [[(one.n_rows[i], width) for i, width in widths.items()] for one in work.offers]
         bounds = [0]
-        for offer in work.offers:
-            kinds = []
-            for i in work.sparse_slots():
-                numel, dtype = self._wire(i)
-                n_all = self._likes[i].shape[: work.forms[i]].numel()
-                kinds.append((offer.n_rows[i], numel // n_all if n_all else 0, dtype))
-            sections, end = sections_of(bounds[-1], kinds)
-            work.sections.append(sections)
-            bounds.append(-(-end // _ALIGNMENT) * _ALIGNMENT)
-        if not bounds[-1]:
-            return
-        work.message = self._message(bounds[-1])
-        places = work.sections[self._comm.rank]
-        for i, section in zip(work.sparse_slots(), places, strict=True):
+        for own in sizes:
+            n_lines = math.ceil(nbytes_of(own, self._wire_dtype) / _ALIGNMENT)
+            bounds.append(bounds[-1] + n_lines * _ALIGNMENT)
+        message = self._message(bounds[-1])
+        for begin, own in zip(bounds, sizes, strict=False):
+            places = rows_in(message[begin:], own, self._wire_dtype)
+            work.rows.append(dict(zip(widths, places, strict=True)))
+        for i, place in work.rows[self._comm.rank].items():
             mine = rows[i]
             if mine is not None:
-                place = section.rows(work.message)
                 place.indices.copy_(mine.indices)
                 place.values.copy_(mine.values)
-        work.works.append(self._comm.all_gather_v(work.message, tuple(bounds), label=self._label))
+        if bounds[-1]:
+            work.sending = self._comm.all_gather_v(message, tuple(bounds), label=self._label)
 
     def _message(self, nbytes: int) -> Tensor:
         """Memory for the message of all ranks, with room for some more rows later."""
@@ -301,20 +293,6 @@ class SparseBucket(Bucket):
             self._memory = self._memory[:0].clone()  # so that old and new do not exist together
             self._memory = self._comm.empty(nbytes + nbytes // 4, dtype=torch.uint8)
         return self._memory[:nbytes]
-
-    def _reduce_densely(
-        self, i: int, gradient: Tensor | None, work: _SparseWork
-    ) -> tuple[Tensor, Work]:
-        numel, dtype = self._wire(i)
-        flat = self._comm.empty(numel, dtype=dtype).zero_()
-        op, factors = work.op, work.factors()
-        if gradient is not None:
-            whole = gradient.detach().to_dense().resolve_conj()
-            values = as_pairs(whole.contiguous()).view(-1)
-            flat.copy_(values if factors is None else values * factors[self._comm.rank])
-        reducing = self._comm.all_reduce(flat, op if factors is None else "sum", async_op=True)
-        assert reducing is not None  # for the type checker: async_op was asked for
-        return flat, reducing
 
     def finish(self) -> BucketWork:
         """Waits for the others' rows, and adds them."""
@@ -331,17 +309,12 @@ class SparseBucket(Bucket):
         return self._work
 
     def _result(self, work: _SparseWork, i: int) -> Tensor | None:
-        form, like = work.forms[i], self._likes[i]
-        if form is None:
+        n_sparse, like = work.n_sparse[i], self._likes[i]
+        if n_sparse is None:
             return None
-        if form == _DENSE:
-            flat = work.dense[i].to(kind_of(like, like.dtype)[1])
-            return (torch.view_as_complex(flat.view(-1, 2)) if like.is_complex() else flat).view(
-                like.shape
-            )
         divisor = self._comm.world_size if work.op == "mean" else 1
-        rows = added(work.rows(i), work.factors(), divisor)
-        return sparse_of(rows, like.shape, form, like.dtype)
+        rows = added([own[i] for own in work.rows], work.factors(), divisor)
+        return sparse_of(rows, like.shape, n_sparse, like.dtype)
 
     def settle(self, number: int) -> None:
         left = []
@@ -395,33 +368,24 @@ class SparseBucket(Bucket):
 class _SparseWork(BucketWork):
     """One reduction of a SparseBucket.
 
-    forms: by slot, how the gradient comes out; None: no rank has one.
-    sections: by rank, of its gradients in the message.
-    dense: by slot, the flat tensors of gradients that are reduced densely.
+    n_sparse: by slot, how many dimensions of the result are sparse; None: no rank has a gradient.
+    rows: by rank, and then by slot, what it sends.
     """
 
-    def __init__(self, offers: list[Offer], message: Tensor) -> None:
+    def __init__(self, offers: list[Offer]) -> None:
         self.offers = offers
         self.op = next((offer.op for offer in offers if offer.op != SKIP), SKIP)
-        self.forms = [self._form(i) for i in range(len(offers[0].forms))]
-        self.sections: list[list[Section]] = []
-        self.message = message
-        self.dense: dict[int, Tensor] = {}
-        self.works: list[Work] = []
+        self.n_sparse = [self._n_sparse(i) for i in range(len(offers[0].n_sparse))]
+        self.rows: list[dict[int, Rows]] = []
+        self.sending: Work | None = None
 
-    def _form(self, i: int) -> int | None:
+    def _n_sparse(self, i: int) -> int | None:
         if self.is_skipped() or not any(offer.is_present[i] for offer in self.offers):
             return None
-        forms = {offer.forms[i] for offer in self.offers} - {_NOTHING}
-        if not forms:  # no rank has a row
-            return 1
-        return forms.pop() if len(forms) == 1 else _DENSE
+        return max(offer.n_sparse[i] for offer in self.offers) or 1
 
     def is_skipped(self) -> bool:
         return any(offer.op == SKIP for offer in self.offers)
-
-    def sparse_slots(self) -> list[int]:
-        return [i for i, form in enumerate(self.forms) if form is not None and form != _DENSE]
 
     def factors(self) -> list[float] | None:
         """By rank, what its rows are multiplied by; None without weights."""
@@ -430,21 +394,12 @@ class _SparseWork(BucketWork):
         total = sum(offer.weight.total for offer in self.offers)
         return [offer.weight.scale / total if total else 0.0 for offer in self.offers]
 
-    def rows(self, i: int) -> list[Rows]:
-        """Every rank's rows of the i-th gradient."""
-        at = self.sparse_slots().index(i)
-        return [sections[at].rows(self.message) for sections in self.sections]
-
-    def add_dense(self, i: int, flat: Tensor, work: Work) -> None:
-        self.dense[i] = flat
-        self.works.append(work)
-
     def wait(self) -> None:
-        for work in self.works:
-            work.wait()
+        if self.sending is not None:
+            self.sending.wait()
 
     def is_completed(self) -> bool:
-        return all(work.is_completed() for work in self.works)
+        return self.sending is None or self.sending.is_completed()
 
     def present(self) -> list[bool]:
-        return [form is not None for form in self.forms]
+        return [n_sparse is not None for n_sparse in self.n_sparse]

@@ -6,8 +6,7 @@ numbers here.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -61,39 +60,21 @@ def sparse_of(rows: Rows, size: torch.Size, n_sparse: int, dtype: torch.dtype) -
     )
 
 
-class Section(NamedTuple):
-    """The place of one gradient's rows in a message. numel: of a row. dtype: on the wire."""
-
-    begin: int
-    n_rows: int
-    numel: int
-    dtype: torch.dtype
-
-    @property
-    def end(self) -> int:
-        """Indices begin at multiples of their size."""
-        nbytes = self.n_rows * (_INDEX_NBYTES + self.numel * self.dtype.itemsize)
-        return self.begin + math.ceil(nbytes / _INDEX_NBYTES) * _INDEX_NBYTES
-
-    def rows(self, message: Tensor) -> Rows:
-        """On the memory of the message, which is of bytes."""
-        middle = self.begin + self.n_rows * _INDEX_NBYTES
-        last = middle + self.n_rows * self.numel * self.dtype.itemsize
-        values = message[middle:last].view(self.dtype).view(self.n_rows, self.numel)
-        return Rows(message[self.begin : middle].view(torch.int64), values)
-
-
-def sections_of(
-    begin: int, kinds: Iterable[tuple[int, int, torch.dtype]]
-) -> tuple[list[Section], int]:
-    """The places of a rank's rows, one after the other, and where they end. kinds: of each
-    gradient how many rows, how many numbers in a row, and their dtype on the wire.
+def nbytes_of(sizes: Sequence[tuple[int, int]], dtype: torch.dtype) -> int:
+    """How long a rank's message is. sizes: of each gradient, how many rows, and how many numbers
+    in a row. dtype: on the wire.
     """
-    sections = []
-    for n_rows, numel, dtype in kinds:
-        sections.append(Section(begin, n_rows, numel, dtype))
-        begin = sections[-1].end
-    return sections, begin
+    return sum(n * (_INDEX_NBYTES + width * dtype.itemsize) for n, width in sizes)
+
+
+def rows_in(message: Tensor, sizes: Sequence[tuple[int, int]], dtype: torch.dtype) -> list[Rows]:
+    """The rows of each gradient, on the memory of a message: all indices, and then all values."""
+    middle = sum(n for n, _ in sizes) * _INDEX_NBYTES
+    indices = message[:middle].view(torch.int64).split([n for n, _ in sizes])
+    values = message[middle : nbytes_of(sizes, dtype)].view(dtype)
+    parts = values.split([n * width for n, width in sizes])
+    rows = zip(indices, parts, sizes, strict=True)
+    return [Rows(index, part.view(size)) for index, part, size in rows]
 
 
 def added(parts: Sequence[Rows], factors: Sequence[float] | None, divisor: int) -> Rows:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from torch import nn
@@ -127,23 +129,12 @@ def test_weights_accumulation_and_ranks_without_data(comm):
 
 
 @on_ranks(2)
-def test_weights_of_dense_and_of_kept_gradients(comm):
-    model, reducer, _ = attached(comm, Tied())
-    uses = ["output", "input"]
-    reducer.set_weight((3, 1)[comm.rank])
-    model(words(comm.rank), uses[comm.rank]).square().mean().backward()
-    wanted = torch.zeros(ROWS, 6)
-    for rank in range(2):
-        replica = replica_of(Tied())
-        replica(words(rank), uses[rank]).square().mean().backward()
-        wanted += dense(replica.table.weight.grad) * (3, 1)[rank] / 4
-    torch.testing.assert_close(model.table.weight.grad, wanted, rtol=1e-5, atol=1e-7)
-    model.zero_grad()
-    model(words(comm.rank), "input").square().mean().backward()
+def test_a_rank_without_data_adds_to_what_it_has_kept(comm):
+    model, reducer, _ = attached(comm, Uses())
+    model(words(comm.rank)).square().mean().backward()
     before = model.table.weight.grad.clone()
-    # rank 1 has no data, and adds to what stands there; rank 0 does not use the table
-    reducer.set_weight(1 - comm.rank)
-    model(words(comm.rank), ["", "input"][comm.rank]).square().mean().backward()
+    reducer.set_weight(1 - comm.rank)  # of which rank 1 has no data; rank 0 does not use the table
+    model(words(comm.rank), uses=comm.rank == 1).square().mean().backward()
     torch.testing.assert_close(dense(model.table.weight.grad), dense(before))
     assert_same_bits(comm, model)
 
@@ -162,8 +153,8 @@ def test_gradients_add_up_over_rounds(comm):
     assert_same_bits(comm, model.table)
 
 
-class Tied(nn.Module):
-    """Ranks use the table as input, as output weight, or not at all."""
+class Uses(nn.Module):
+    """Ranks use the table as input, or not at all."""
 
     def __init__(self):
         super().__init__()
@@ -171,37 +162,43 @@ class Tied(nn.Module):
         self.table = nn.Embedding(ROWS, 6, sparse=True)
         self.rest = nn.Linear(6, 6)
 
-    def forward(self, x, uses):
+    def forward(self, x, uses=True):
         hidden = self.rest(torch.ones(1, 6))
-        if "input" in uses:
-            hidden = hidden + self.table(x).mean((0, 1))
-        return hidden @ self.table.weight.t() if "output" in uses else hidden
+        return hidden + self.table(x).mean((0, 1)) if uses else hidden
 
 
 @on_ranks(1, 2, 3)
-def test_ranks_agree_on_the_form(comm):
-    """Whatever each has: nothing, rows, or all of a table, as tied weights give."""
-    every = ["input", "output", "input output", ""]
-    model, n = Tied(), comm.world_size
+def test_ranks_agree_on_what_comes_out(comm):
+    """Whatever each has: nothing, or rows."""
+    model, n = Uses(), comm.world_size
     fastcomm.Reducer(comm).attach(model)
-    for first in every:
-        for second in every:
-            uses = [first, second, "input"][:n]
-            model.zero_grad()
-            model(words(comm.rank), uses[comm.rank]).square().mean().backward()
-            replica, found = replica_of(Tied()), torch.zeros(ROWS, 6)
-            for rank in range(n):
-                replica.zero_grad()
-                replica(words(rank), uses[rank]).square().mean().backward()
-                if replica.table.weight.grad is not None:
-                    found += dense(replica.table.weight.grad) / n
-            gradient = model.table.weight.grad
-            if any(uses):
-                assert gradient.is_sparse == ("output" not in " ".join(uses))
-                torch.testing.assert_close(dense(gradient), found, rtol=1e-5, atol=1e-7)
-                assert_same_bits(comm, model)
-            else:
-                assert gradient is None
+    for uses in itertools.product((True, False), repeat=n):
+        model.zero_grad()
+        model(words(comm.rank), uses[comm.rank]).square().mean().backward()
+        replica, found = replica_of(Uses()), torch.zeros(ROWS, 6)
+        for rank in range(n):
+            replica.zero_grad()
+            replica(words(rank), uses[rank]).square().mean().backward()
+            if uses[rank]:
+                found += dense(replica.table.weight.grad) / n
+        if any(uses):
+            torch.testing.assert_close(dense(model.table.weight.grad), found, rtol=1e-5, atol=1e-7)
+            assert_same_bits(comm, model)
+        else:
+            assert model.table.weight.grad is None
+
+
+@on_ranks(2)
+def test_gradients_that_are_dense_or_of_other_dimensions_are_refused(comm):
+    model, reducer, _ = attached(comm, Uses())
+    hidden = model(words(comm.rank)) @ model.table.weight.t()  # tied, as an output layer's weight
+    why = r"table\.weight is dense, and was to be sparse|abandoned"
+    with pytest.raises(FastcommError, match=why):
+        hidden.sum().backward()
+    finish_together(comm)
+    model.table.weight.grad = torch.zeros(ROWS, 6).to_sparse(1 + comm.rank)
+    with raises_on_each(comm, FastcommError, r"table\.weight have \[1, 2\] sparse dimensions"):
+        reducer.reduce()
 
 
 @on_ranks(2)
@@ -242,15 +239,11 @@ def test_rows_of_every_dtype_and_shape(comm, dtype):
             mine = torch.sparse_coo_tensor(indices, values, size)
             total = total + mine.to_dense()
             if rank == comm.rank:
-                table.grad = mine_here = mine
+                table.grad = mine
         reducer.reduce()
         assert table.grad.is_sparse and table.grad.sparse_dim() == n_sparse
         rtol = 2**-6 if dtype == torch.bfloat16 else 1e-6
         torch.testing.assert_close(table.grad.to_dense(), total / 3, rtol=rtol, atol=rtol)
-        table.grad = mine_here.to_dense() if comm.rank == 1 else mine_here
-        reducer.reduce()
-        assert not table.grad.is_sparse
-        torch.testing.assert_close(table.grad, total / 3, rtol=rtol, atol=rtol)
         reducer.detach()
 
 
@@ -300,16 +293,16 @@ def test_nothing_as_large_as_the_table_is_made_or_sent(comm):
 @on_ranks(2)
 def test_rows_are_asked_for_at_the_end_of_backward(comm):
     """Where no hook waits for the other ranks, also if these gradients are ready first."""
-    model, reducer, _ = attached(comm, Tied(), sparse_parameters=["rest.weight"])
+    model, reducer, _ = attached(comm, Words())
     with reducer.timeline() as timeline:
-        model(words(comm.rank), "input").square().mean().backward()
+        loss_of(model, comm.rank).backward()
     (step,) = timeline.steps()
     assert [plan.names for plan in timeline.buckets] == [
-        ("table.weight", "rest.weight"),
-        ("rest.bias",),
+        ("table.weight", "bags.weight"),
+        ("head.bias", "head.weight"),
     ]
     assert step.buckets[0].launch >= step.backward_end
-    assert len(step.ready) == 3 and all(step.ready)
+    assert len(step.ready) == 4 and all(step.ready)
 
 
 @on_ranks(2)

@@ -13,7 +13,7 @@ from fastcomm.reducer.features.sparse_bucket import Offer
 from tests.support.ranks import on_ranks
 
 LIKES = [torch.empty(10, 4, device="meta"), torch.empty(6, 2, device="meta")]
-REAL = Offer("mean", 7, Weight(0.5, 2.0), [1, -1], [3, 0], [1, 1]).numbers()
+REAL = Offer("mean", 7, Weight(0.5, 2.0), [1, 0], [3, 0], [1, 1]).numbers()
 
 
 @settings(max_examples=200, deadline=None)
@@ -29,7 +29,7 @@ def test_a_damaged_offer_is_one_that_can_be_or_an_error(place, number):
         assert "is no offer of gradients" in str(error)
     else:
         assert 0 <= offer.n_rows[0] <= 40 and 0 <= offer.n_rows[1] <= 12
-        assert all(-1 <= form <= 2 for form in offer.forms)
+        assert all(0 <= n <= 2 for n in offer.n_sparse)
 
 
 @pytest.mark.usefixtures("transport")
