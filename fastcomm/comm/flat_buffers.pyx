@@ -42,20 +42,13 @@ cdef bint is_in_a_flat_buffer(const void *address) noexcept:
 
 def inside(list tensors):
     """The indices of the tensors that lie in a flat buffer."""
-    return inside_or_nowhere(tensors)[0]
-
-
-def inside_or_nowhere(list tensors):
-    """The indices of the tensors that lie in a flat buffer, and of those without an address."""
-    cdef list found = [], nowhere = []
+    cdef list found = []
     cdef const void *address
     for i, tensor in enumerate(tensors):
         try:
             address = <void *><size_t>data_ptr(tensor)
         except RuntimeError:  # it is sparse, or one of torch.func's
-            address = NULL
-        if address == NULL:
-            nowhere.append(i)
-        elif is_in_a_flat_buffer(address):
+            continue
+        if is_in_a_flat_buffer(address):
             found.append(i)
-    return found, nowhere
+    return found

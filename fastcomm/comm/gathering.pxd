@@ -1,4 +1,4 @@
-"""What the buckets of shm and nccl have in common: a flat buffer, and gradients that come to it."""
+"""What buckets have in common: a flat buffer, and gradients that come to it."""
 
 from fastcomm.comm.flat_buffers cimport FlatBuffer
 

@@ -1,9 +1,7 @@
 # cython: language_level=3
 """GatheringBucket: the base of buckets that take gradients from where autograd has put them, by
 their addresses. Says which gradients are missing, which are in place already, and which torch has
-to copy; how the others are moved, and when, is the transport's.
-
-copy_gradients() in transport.py is the same in Python, for transports that only copy.
+to copy; how the others are moved, and when, is the transport's. CopiedGradients is for transports that only copy.
 """
 
 from fastcomm.comm.collective import is_readable, without_memory
@@ -63,4 +61,19 @@ cdef class GatheringBucket:
 
     cdef int note_copied(self, gradient) except -1:
         """torch has been told to copy this gradient to its slot."""
+        return 0
+
+
+cdef class CopiedGradients(GatheringBucket):
+    """Copies gradients to `views`, on the memory of `flat`."""
+
+    def __init__(self, flat, list views):
+        self.hold(flat, views)
+
+    def gather(self, list parameters):
+        """See BoundBucket.gather."""
+        return self.gather_gradients(parameters)
+
+    cdef int move(self, Py_ssize_t i, gradient, char *source) except -1:
+        self.views[i].copy_(gradient)
         return 0

@@ -15,12 +15,8 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from fastcomm.comm.abandonment import Abandonment
-from fastcomm.comm.collective import is_readable, without_memory
 from fastcomm.comm.communicator import Communicator, Work
-from fastcomm.comm.flat_buffers import inside_or_nowhere
 from fastcomm.comm.who import Process
-from fastcomm.comm.words import OTHERS_GRADIENT
-from fastcomm.errors import FastcommError
 
 
 class Weight(NamedTuple):
@@ -281,49 +277,3 @@ class _Together(Work):
 
     def is_completed(self) -> bool:
         return all(work.is_completed() for work in self._works)
-
-
-def copy_gradients(views: list[Tensor], parameters: list[Parameter | None]) -> list[int]:
-    """BoundBucket.gather for transports that do not fuse it with the reduction. The bucket holds a
-    FlatBuffer. Raises RuntimeError for a gradient that does not fit its view, and FastcommError for
-    one that lies in the place of another.
-    """
-    left: list[int] = []
-    moving: list[int] = []
-    gradients: list[Tensor] = []
-    for i, (parameter, view) in enumerate(zip(parameters, views, strict=True)):
-        gradient = None if parameter is None else parameter.grad
-        if parameter is None or gradient is None:
-            left.append(i)
-        elif gradient is not view:
-            # before the copy: torch refuses a view that does not fit the parameter any more
-            _replace(gradient, parameter, view, i)
-            moving.append(i)
-            gradients.append(gradient)
-    at_home, nowhere = inside_or_nowhere(gradients)
-    for j in nowhere:
-        if not is_readable(gradients[j]):
-            raise blame(FastcommError(without_memory(gradients[j])), moving[j])
-    for j in at_home:  # a tensor of the user's on our memory
-        if gradients[j].data_ptr() != views[moving[j]].data_ptr():
-            raise blame(FastcommError(OTHERS_GRADIENT), moving[j])
-        gradients[j] = gradients[j].clone()  # its strides may differ
-    if moving:
-        torch._foreach_copy_([views[i] for i in moving], gradients)
-    return left
-
-
-def _replace(gradient: Tensor, parameter: Parameter, view: Tensor, slot: int) -> None:
-    """The view takes the place of the parameter's gradient."""
-    try:
-        if gradient.layout is not torch.strided:
-            raise RuntimeError("no flat buffer holds sparse gradients")
-        parameter.grad = view
-    except RuntimeError as error:
-        raise blame(error, slot) from None
-
-
-def blame(error: RuntimeError, slot: int) -> RuntimeError:
-    """Notes which of the bucket's gradients the error is about."""
-    error.slot = slot  # type: ignore[attr-defined]
-    return error

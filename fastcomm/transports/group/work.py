@@ -19,9 +19,9 @@ from torch.autograd.graph import increment_version
 from torch.nn import Parameter
 
 from fastcomm.comm.collective import used_values
-from fastcomm.comm.flat_buffers import FlatBuffer
+from fastcomm.comm.gathering import CopiedGradients
 from fastcomm.comm.times import SLICE_S
-from fastcomm.comm.transport import BoundBucket, BucketWork, Weight, copy_gradients
+from fastcomm.comm.transport import BoundBucket, BucketWork, Weight
 from fastcomm.errors import FastcommError
 from fastcomm.transports.group.call import Call
 from fastcomm.transports.group.exchange import FUSABLE_NBYTES, FUSED_NBYTES
@@ -238,9 +238,9 @@ class GroupBucket(BoundBucket):
         transfer: Transfer,
         is_coded: bool,
     ) -> None:
-        self._known = FlatBuffer(flat)
+        self._copied = CopiedGradients(flat, views)
         self._flat, self.transfer, self._is_coded = flat, transfer, is_coded
-        self._views, self._work_of = views, work_of
+        self._work_of = work_of
         self._used_mask = flat[flat.numel() - len(views) :]
         self._newest: GroupWork | None = None
 
@@ -255,7 +255,7 @@ class GroupBucket(BoundBucket):
 
     def gather(self, parameters: list[Parameter | None]) -> list[int]:
         self._newest = None
-        return copy_gradients(self._views, parameters)
+        return self._copied.gather(parameters)
 
     def launch(
         self, op: str, missing: list[int], step: int = 0, weight: Weight | None = None

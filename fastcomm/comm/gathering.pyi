@@ -1,0 +1,6 @@
+from torch import Tensor
+from torch.nn import Parameter
+
+class CopiedGradients:
+    def __init__(self, flat: Tensor, views: list[Tensor]) -> None: ...
+    def gather(self, parameters: list[Parameter | None]) -> list[int]: ...
