@@ -105,7 +105,7 @@ class LocalSGD(LocalSteps):
         """Raises ValueError for a wire that rounds parameters."""
         wire = self.reducer.options.wire_dtype
         if any(wire not in (None, bucket.dtype) for bucket in self.reducer.buckets):
-            check(Feature.LOCAL_SGD, {Feature.ROUNDING: str(wire)})
+            check(Feature.LOCAL_SGD, {Feature.ROUNDING: f"wire_dtype={wire}"})
         return {}
 
     def __repr__(self) -> str:

@@ -52,9 +52,7 @@ class Options:
             raise ValueError(f"audit must be at least 1, or None; got {self.audit}")
         if self.error_feedback:
             self._check_error_feedback()
-        for feature in (Feature.AUTO, Feature.ERROR_FEEDBACK):
-            if feature in self.features():
-                check(feature, self.features())
+            check(Feature.ERROR_FEEDBACK, self.features())
 
     def _check_error_feedback(self) -> None:
         if self.wire_dtype is None or self.wire_dtype == torch.float32:
@@ -65,17 +63,18 @@ class Options:
 
     def features(self) -> dict[Feature, str]:
         """The features that these options ask for, and a word for each in messages."""
-        wire = str(self.wire_dtype)
         present = {
-            Feature.OTHER_OP: (self.op != "mean", self.op),
-            Feature.NOT_LINEAR: (self.op not in LINEAR_OPS, self.op),
-            Feature.EIGHT_BITS: (self.wire_dtype not in (None, *WIRE_DTYPES), wire),
-            Feature.ERROR_FEEDBACK: (self.error_feedback, "error_feedback"),
-            Feature.AUTO: (self.bucket_cap_mb == AUTO, AUTO),
-            Feature.SKIP_NONFINITE: (self.skip_nonfinite, "skip_nonfinite"),
-            Feature.AUDIT: (self.audit is not None, "audit"),
+            Feature.OTHER_OP: self.op != "mean",
+            Feature.NOT_LINEAR: self.op not in LINEAR_OPS,
+            Feature.EIGHT_BITS: self.wire_dtype not in (None, *WIRE_DTYPES),
+            Feature.ERROR_FEEDBACK: self.error_feedback,
+            Feature.AUTO: self.bucket_cap_mb == AUTO,
+            Feature.SKIP_NONFINITE: self.skip_nonfinite,
+            Feature.AUDIT: self.audit is not None,
         }
-        return {feature: word for feature, (is_there, word) in present.items() if is_there}
+        op = f'op="{self.op}"'
+        shown = {Feature.OTHER_OP: op, Feature.NOT_LINEAR: op}
+        return {one: shown.get(one, one.value) for one, is_there in present.items() if is_there}
 
     def checked(self, comm: object) -> Transport:
         """Return the communicator. Raises TypeError for anything else, such as a model; ValueError

@@ -72,7 +72,7 @@ that asks for the second feature. No other pair is refused. While ranks step by 
 `LocalSGD` or `DiLoCo`, `reduce()`, `set_weight()`, `skip_step()` and `refresh()` raise
 `FastcommError`: call `finish()` first, on every rank.
 
-| asked for | where there is | why, and what to do |
+| feature | and any of | why, and what to do |
 |---|---|---|"""
 
 
@@ -93,8 +93,8 @@ def _section(theme: object) -> Iterator[str]:
 
 
 def _refusals() -> Iterator[str]:
-    for (asked, present), sentence in REFUSALS.items():
-        yield f"| {asked.value} | {present.value} | {sentence.format('…')} |"
+    for one, others, why in REFUSALS:
+        yield f"| {one.value} | {'; '.join(other.value for other in others)} | {why} |"
 
 
 def _outcome(row: Row) -> str:

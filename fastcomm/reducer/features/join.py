@@ -271,15 +271,13 @@ class _Announcing(RoundExtension):
 
 
 def _about(joined: Reducer, asked: Reducer) -> str:
-    """The beginning of a refusal: of join() on one reducer, for what it or another of the
-    communicator does.
-    """
+    """What a refusal of join() on one reducer begins with, if it is for what another one does."""
     if joined is asked:
-        return "join() is not possible with "
+        return ""
     return (
         "join() takes in every reducer of the communicator that has a model, and the one of "
         f"parameter {joined.buckets[0].names[0]} makes it impossible (detach() it if it is not "
-        "used) with "
+        "used): "
     )
 
 

@@ -32,7 +32,7 @@ def find_problem(
             return ValueError(f"sparse_parameters: the model has no parameter {name}")
     present = options.features()
     if sharding is not None:
-        present[Feature.SHARDED] = "ShardedOptimizer"
+        present[Feature.SHARDED] = Feature.SHARDED.value
     sparse = find(model, named, options.sparse_parameters)
     trouble = why_not(Feature.SPARSE, present)
     if not sparse or trouble is None:

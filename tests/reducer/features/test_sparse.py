@@ -403,21 +403,23 @@ def test_what_is_sparse_is_agreed_on(comm):
 def test_what_does_not_go_with_them_is_refused_by_name(comm):
     model = Words()
     for options, words_ in (
-        ({"op": "max"}, "rows that a rank lacks have no max"),
-        ({"bucket_cap_mb": "auto"}, 'bucket_cap_mb="auto" knows dense ones'),
+        ({"op": "max"}, 'sparse gradients cannot be combined with op="max"'),
+        ({"bucket_cap_mb": "auto"}, "buckets are tried, which must be of dense gradients"),
         ({"sparse_parameters": ["missing"]}, "the model has no parameter missing"),
     ):
         with pytest.raises(ValueError, match=words_):
             fastcomm.Reducer(comm, **options).attach(model)
     if torch.int8 in comm.wire_dtypes:
-        with pytest.raises(ValueError, match=r"parameter bags\.weight is sparse: its rows travel"):
+        with pytest.raises(
+            ValueError, match=r"parameter bags\.weight is sparse: .* of 8 bits: rows"
+        ):
             fastcomm.Reducer(comm, wire_dtype=torch.int8).attach(model)
     reducer = fastcomm.Reducer(comm).attach(model)
-    with pytest.raises(ValueError, match=r"table\.weight is sparse: ShardedOptimizer steps dense"):
+    with pytest.raises(ValueError, match=r"gradient of parameter table\.weight: rows .* travel"):
         fastcomm.ShardedOptimizer(reducer, torch.optim.SGD, lr=0.1)
-    with pytest.raises(ValueError, match=r"table\.weight is sparse, and syncs average whole"):
+    with pytest.raises(ValueError, match=r"LocalSGD, DiLoCo cannot .*table\.weight: rows"):
         fastcomm.LocalSGD(reducer, every=2)
-    with pytest.raises(ValueError, match=r"join\(\) is not possible with the sparse gradient of"):
+    with pytest.raises(ValueError, match=r"join\(\) cannot .* the sparse gradient of parameter"):
         reducer.join()
     with pytest.raises(FastcommError, match=r"is to be differentiated \(create_graph=True\): use"):
         loss_of(model, comm.rank).backward(create_graph=True)

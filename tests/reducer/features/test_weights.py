@@ -279,7 +279,7 @@ def test_what_is_no_number(comm, weight):
 @on_ranks(1)
 def test_a_reducer_of_sums_knows_no_weights(comm):
     model = mlp()
-    with pytest.raises(ValueError, match="use op mean; got sum"):
+    with pytest.raises(ValueError, match='op="sum": .*use op mean'):
         fastcomm.Reducer(comm, op="sum").attach(model).set_weight(1)
 
 
