@@ -16,41 +16,34 @@ from fastcomm.comm.collective import as_pairs
 from fastcomm.comm.objects import called_by
 from fastcomm.comm.transport import Transport
 from fastcomm.reducer.bucket import Bucket
-from fastcomm.reducer.layout import laid_out_as, scale_, values_of
+from fastcomm.reducer.layout import laid_out_as, values_of
 
 
-def norm(buckets: Sequence[Bucket], comm: Transport) -> Tensor:
-    """The 2-norm of all gradients together, as a scalar."""
+def norm(buckets: Sequence[Bucket], comm: Transport, call: str = "grad_norm()") -> Tensor:
+    """The 2-norm of all gradients together, as a scalar. call: the user's."""
     sharded = _in_shards(buckets)
     if sharded is not None:
-        return _norm_over_shards(buckets, sharded, comm, "grad_norm()")
-    return _norm_from(buckets, [bucket.square_sum() for bucket in buckets], comm.device)
+        square_sum = _norm_of(sharded, comm.device).double() ** 2
+        with called_by(call):
+            comm.all_reduce(square_sum)
+        return _as_gradients(square_sum.sqrt(), buckets)
+    square_sums = [bucket.square_sum() for bucket in buckets]
+    known = [square_sum for square_sum in square_sums if square_sum is not None]
+    if len(known) < len(square_sums):
+        return _norm_of(_gradients(buckets), comm.device)
+    return _as_gradients(torch.stack(known).sum().sqrt(), buckets)
 
 
 def clip_(buckets: Sequence[Bucket], max_norm: float, comm: Transport) -> Tensor:
     """Scales the gradients so that their norm is at most `max_norm`. Returns the norm before."""
+    before = norm(buckets, comm, "clip_grad_norm_()")
+    factor = (max_norm / (before + 1e-6)).clamp(max=1)
     sharded = _in_shards(buckets)
-    if sharded is not None:
-        before = _norm_over_shards(buckets, sharded, comm, "clip_grad_norm_()")
-        if sharded:
-            torch._foreach_mul_(sharded, _clip_factor(max_norm, before))
-        return before
-    square_sums = [bucket.square_sum() for bucket in buckets]
-    before = _norm_from(buckets, square_sums, comm.device)
-    if None in square_sums:
-        factor = _clip_factor(max_norm, before)
-        dense = []
-        for p in [p for bucket in buckets for _, p in bucket.named_parameters()]:
-            if p.grad is not None and p.grad.is_sparse:
-                scale_(p.grad, factor)
-            elif p.grad is not None and not p.grad._is_zerotensor():
-                dense.append(p)
-        torch.nn.utils.clip_grads_with_norm_(dense, max_norm, before)
-    else:  # all gradients lie in the flat buffers
-        factor = _clip_factor(max_norm, before)
-        if comm.has_streams or not factor >= 1:  # on a device nobody waits for it
-            for bucket in buckets:
-                bucket.scale_(factor)
+    if sharded:
+        torch._foreach_mul_(sharded, factor)
+    if sharded is None and (comm.has_streams or not factor >= 1):  # on a device nobody waits for it
+        for bucket in buckets:
+            bucket.scale_(factor)
     for bucket in buckets:
         bucket.gradient_state.note_scaled()
     return before
@@ -119,28 +112,6 @@ def _in_shards(buckets: Sequence[Bucket]) -> list[Tensor] | None:
     if not shards or shards[0].keeps_gradients:
         return None
     return [gradient for shard in shards for gradient in shard.gradients()]
-
-
-def _norm_over_shards(
-    buckets: Sequence[Bucket], gradients: list[Tensor], comm: Transport, call: str
-) -> Tensor:
-    square_sum = _norm_of(gradients, comm.device).double() ** 2
-    with called_by(call):
-        comm.all_reduce(square_sum)
-    return _as_gradients(square_sum.sqrt(), buckets)
-
-
-def _clip_factor(max_norm: float, before: Tensor) -> Tensor:
-    return (max_norm / (before + 1e-6)).clamp(max=1)
-
-
-def _norm_from(
-    buckets: Sequence[Bucket], square_sums: list[Tensor | None], device: torch.device
-) -> Tensor:
-    known = [square_sum for square_sum in square_sums if square_sum is not None]
-    if len(known) < len(square_sums):
-        return _norm_of(_gradients(buckets), device)
-    return _as_gradients(torch.stack(known).sum().sqrt(), buckets)
 
 
 def _as_gradients(total: Tensor, buckets: Sequence[Bucket]) -> Tensor:
