@@ -32,7 +32,7 @@ from fastcomm.reducer.bucket import Bucket
 from fastcomm.reducer.features.compatibility import Feature
 from fastcomm.reducer.features.defer_signals import all_or_none
 from fastcomm.reducer.features.join import is_joining
-from fastcomm.reducer.features.shards import BucketShard, Sharding
+from fastcomm.reducer.features.shards import BucketShard
 from fastcomm.reducer.features.sparse_bucket import SparseBucket
 from fastcomm.reducer.layout import BucketLayout, kind_of, plan_buckets
 from fastcomm.reducer.options import AUTO, DEFAULT_CAP_MB, NETWORK_CAP_MB, Options
@@ -271,30 +271,18 @@ def _remake_buckets(reducer: Reducer) -> None:
 # ---- making them ---------------------------------------------------------------------------------
 
 
-def make_buckets(
-    named: NamedParameters,
-    sparse: set[str],
-    comm: Transport,
-    options: Options,
-    number: int,
-    n_rounds: int,
-    sharding: Sharding | None,
-    planner: Planner,
-) -> list[Bucket]:
+def make_buckets(reducer: Reducer, named: NamedParameters, sparse: set[str]) -> list[Bucket]:
     """Make the buckets for these parameters' gradients, in the order in which they will be full.
     The one of sparse gradients is the last but one, since the launch of the last one must not wait.
 
-    sparse: names of parameters with sparse gradients. number: of the reducer, among those of the
-    communicator. n_rounds: see Reducer. planner: plans the dense ones.
+    sparse: names of parameters with sparse gradients.
     """
-    dense = [pair for pair in named if pair[0] not in sparse]
-    buckets: list[Bucket] = _dense_buckets(
-        dense, comm, options, number, n_rounds, sharding, planner
-    )
+    comm = reducer.comm
+    buckets = _dense_buckets(reducer, [pair for pair in named if pair[0] not in sparse])
     if sparse:
         own = [pair for pair in named if pair[0] in sparse]
-        label = bucket_label(number, len(buckets))
-        one = SparseBucket(label, own, comm, options.wire_dtype, n_rounds)
+        label = bucket_label(reducer.number, len(buckets))
+        one = SparseBucket(label, own, comm, reducer.options.wire_dtype, reducer.n_rounds)
         comm.flight.names[label] = _in_words(one.names)
         buckets.insert(max(len(buckets) - 1, 0), one)
     for before, bucket in itertools.pairwise(buckets):
@@ -302,20 +290,13 @@ def make_buckets(
     return buckets
 
 
-def _dense_buckets(
-    named: NamedParameters,
-    comm: Transport,
-    options: Options,
-    number: int,
-    n_rounds: int,
-    sharding: Sharding | None,
-    planner: Planner,
-) -> list[Bucket]:
-    layouts = planner.layouts([kind_of(p, grad_dtype(p)) for _, p in named])
+def _dense_buckets(reducer: Reducer, named: NamedParameters) -> list[Bucket]:
+    comm, options, sharding = reducer.comm, reducer.options, reducer.sharding()
+    layouts = reducer.planner.layouts([kind_of(p, grad_dtype(p)) for _, p in named])
     all_bounds = None if sharding is None else sharding.bounds(layouts, comm.world_size)
-    buckets = []
+    buckets: list[Bucket] = []
     for i, layout in enumerate(layouts):
-        label = bucket_label(number, i)
+        label = bucket_label(reducer.number, i)
         bounds = None if all_bounds is None else all_bounds[i]
         needs_all = sharding is None or sharding.keeps_gradients
         bind = functools.partial(
@@ -333,7 +314,7 @@ def _dense_buckets(
             bind,
             numel=layout.numel if bounds is None else bounds[-1],
             is_copied=options.wire_dtype not in (None, layout.dtype),
-            n_rounds=n_rounds,
+            n_rounds=reducer.n_rounds,
         )
         if options.skip_nonfinite:
             bucket.start_counting()

@@ -52,7 +52,7 @@ from fastcomm.reducer.features.join import Join, T, is_joining
 from fastcomm.reducer.features.local_steps import LocalSteps
 from fastcomm.reducer.features.observer import RoundObserver, is_profiled
 from fastcomm.reducer.features.progress import Stateful
-from fastcomm.reducer.features.shards import ShardedBy, Sharding, Stepper
+from fastcomm.reducer.features.shards import ShardedBy, Sharding
 from fastcomm.reducer.features.skip import Skipping
 from fastcomm.reducer.features.weights import Weighting
 from fastcomm.reducer.guards import Guards
@@ -69,7 +69,7 @@ from fastcomm.reducer.optimizer_hooks import (
     was_attached,
     watch_steps,
 )
-from fastcomm.reducer.options import AUTO, Options, describe
+from fastcomm.reducer.options import Options, describe
 from fastcomm.reducer.owners import (
     is_owned,
     let_go,
@@ -264,10 +264,7 @@ class Reducer(ProcessBound, ReducerFlags):
         trainable = [(name, p) for name, p in named if p.requires_grad]
         sparse = sparsity.find(source, named, self.options.sparse_parameters)
         try:
-            self.buckets = make_buckets(
-                *(trainable, sparse, self.comm, self.options, self.number, self.n_rounds),
-                *(self.sharding(), self.planner),
-            )
+            self.buckets = make_buckets(self, trainable, sparse)
         except BaseException as error:
             # memory, for example: the other ranks are not to wait for this one
             with contextlib.suppress(FastcommError):
@@ -451,9 +448,9 @@ class Reducer(ProcessBound, ReducerFlags):
     def _skipping(self) -> Skipping:
         return self.find(Skipping) or self.install(Skipping(self.comm, self.options))
 
-    def stepper(self) -> Stepper | None:
-        """For the reducer: the ShardedOptimizer that steps the model. Raises FastcommError if it is
-        gone.
+    def stepper(self) -> Any:
+        """For the reducer: the ShardedOptimizer that steps the model; or None. Raises FastcommError
+        if it is gone.
         """
         sharded_by = self.find(ShardedBy)
         return None if sharded_by is None else sharded_by.stepper()
@@ -491,15 +488,15 @@ class Reducer(ProcessBound, ReducerFlags):
         sparse = [name for b in self.buckets if b.waits_in_launch for name in b.names]
         sharded_by, local_steps = self.find(ShardedBy), self.find(LocalSteps)
         if sparse:
-            present[Feature.SPARSE] = sparse[0]
+            present[Feature.SPARSE] = f"the sparse gradient of parameter {sparse[0]}"
         if sharded_by is not None and not sharded_by.is_gone:
-            present[Feature.SHARDED] = "ShardedOptimizer"
+            present[Feature.SHARDED] = Feature.SHARDED.value
         if local_steps is not None:
             present[Feature.LOCAL_STEPS] = local_steps.name
         if self.planner.is_measuring:
-            present[Feature.MEASURING] = AUTO
+            present[Feature.MEASURING] = Feature.MEASURING.value
         if is_joining(self.comm):
-            present[Feature.JOIN] = "join()"
+            present[Feature.JOIN] = Feature.JOIN.value
         if self.find(Elastic) or self.find(Behind):
             present[Feature.REBUILD] = "elastic()"
         return present

@@ -10,7 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,9 +26,6 @@ from fastcomm.reducer.bucket import Bucket
 from fastcomm.reducer.extension import RoundExtension
 from fastcomm.reducer.layout import BucketLayout, equal_shards, view_of, whole_shards
 from fastcomm.reducer.round import Round, State
-
-if TYPE_CHECKING:
-    from fastcomm.reducer.reducer import Reducer
 
 
 @dataclass(frozen=True)
@@ -268,42 +265,22 @@ class StepBarrier:
             self._comm.all_gather_v(self._token, self._bounds).wait()
 
 
-class Stepper(Protocol):
-    """A ShardedOptimizer, as the reducer sees it."""
-
-    reducer: Reducer
-    sharding: Sharding
-    is_torn: bool  # a step has failed, and the ranks' parameters may differ
-
-    def places_at_refresh(self) -> dict[str, Any]:
-        """What the ranks compare. Raises FastcommError for what this rank would lose, or mix."""
-
-    def gather_state(self) -> None:
-        """The buckets are about to go: gathers the optimizer's state. Collective."""
-
-    def compare_state(self) -> None:
-        """For check_in_sync(). Collective. Raises MismatchError for states of different steps."""
-
-    def take_buckets(self, buckets: Sequence[Bucket]) -> None:
-        """These are the buckets from now on: takes back the state. Collective. Raises ValueError
-        for a parameter without a group, or of another shape than its state.
-        """
-
-
 class ShardedBy(RoundExtension):
     """The ShardedOptimizer that steps a reducer's model. That holds the reducer, and so is not
     held here.
     """
 
-    def __init__(self, stepper: Stepper) -> None:
+    def __init__(self, stepper: Any) -> None:
         self._reference = weakref.ref(stepper)
 
     @property
     def is_gone(self) -> bool:
         return self._reference() is None
 
-    def stepper(self) -> Stepper:
-        """Raises FastcommError if the optimizer is gone."""
+    def stepper(self) -> Any:
+        """Returns the ShardedOptimizer, whose class lies in a layer above. Raises FastcommError if
+        it is gone.
+        """
         stepper = self._reference()
         if stepper is None:
             raise FastcommError(
@@ -357,9 +334,8 @@ class ShardedBy(RoundExtension):
 
     def compare_state(self, optimizer: object) -> None:
         """Compares the state over the ranks; does nothing for another optimizer."""
-        stepper = self._reference()
-        if stepper is not None and stepper is optimizer:
-            stepper.compare_state()
+        if self._reference() is optimizer:
+            self.stepper().compare_state()
 
 
 def _is_shared(parameter: Tensor) -> bool:
