@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 from torch.optim import Optimizer
 
 from fastcomm.comm.communicator import ProcessBound
-from fastcomm.comm.transport import BucketWork
 from fastcomm.errors import FastcommError
 
 if TYPE_CHECKING:
@@ -31,20 +30,6 @@ class RoundExtension(ProcessBound):
         """For the reducer: all gradients are there, and the buckets that are left are about to be
         launched.
         """
-
-    def before_launch(self, round: Round, number: int) -> None:
-        """For the reducer: the bucket of this number is about to be launched."""
-
-    def after_launch(self, round: Round, number: int) -> None:
-        """For the reducer: the bucket is under way."""
-
-    def before_wait(self, round: Round, number: int) -> None:
-        """For the reducer: the round is about to wait for the bucket. Called again after an
-        interruption.
-        """
-
-    def after_wait(self, round: Round, number: int, work: BucketWork) -> None:
-        """For the reducer: the bucket is reduced."""
 
     def verdict(self, round: Round) -> bool:
         """For the reducer: decide, when all buckets are reduced, whether all ranks drop the round.

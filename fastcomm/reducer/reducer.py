@@ -542,11 +542,11 @@ class Reducer(ProcessBound, ReducerFlags):
                 when_over=self._close_round,
                 last_in_words=lambda: self.steps.last_in_words(self.comm.rank, self.buckets),
             )
-            # asked once for a round, as launches must cost nothing where nobody looks
-            if self.recorder is not None or is_profiled():
-                opened.extensions.append(RoundObserver(self.recorder, self.number))
             for extension in opened.extensions:
                 extension.before_round(opened)
+            # asked once for a round, as launches must cost nothing where nobody looks
+            if self.recorder is not None or is_profiled():
+                opened.observer = RoundObserver(self.recorder, self.number, opened)
             self.round = opened
             self.phases.enter(BACKWARD)
         return self.round
@@ -556,6 +556,8 @@ class Reducer(ProcessBound, ReducerFlags):
             self._skipping()  # by which this rank tells why; it may be the first that hears of it
         for extension in over.extensions:
             extension.after_round(over)
+        if over.observer is not None:
+            over.observer.after_round(over)
         if over.state is not State.DROPPED:
             self.n_rounds = over.number
         self.n_unsynced = 0

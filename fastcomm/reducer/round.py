@@ -86,6 +86,7 @@ class Round(RoundFlags):
     ) -> None:
         self.buckets, self.op, self.number = buckets, op, number
         self.extensions = list(extensions)
+        self.observer: Any = None  # a RoundObserver, where somebody looks
         self.weight: Weight | None = None  # of this rank; None: all ranks' gradients count alike
         self.announced_as: int | None = None  # the reducer's number; see Transport.share_weight
         self.votes_to_skip = False  # from the next launch on no gradient of this rank takes part
@@ -186,8 +187,8 @@ class Round(RoundFlags):
         if self._comm.n_abandoned != self._n_abandoned:
             # a hook went on after abandon(): the others would take this launch for their next round
             raise AbandonedError(GONE_ON)
-        for extension in self.extensions:
-            extension.before_launch(self, self._n_launched)
+        if self.observer is not None:
+            self.observer.before_launch(self, self._n_launched)
         if self.weight is not None:
             self._share_weight(self.weight)
         bucket = self.buckets[self._n_launched]
@@ -208,8 +209,8 @@ class Round(RoundFlags):
                 )
         except MismatchError as error:
             raise self._explained(error) from error.__cause__
-        for extension in self.extensions:
-            extension.after_launch(self, self._n_launched)
+        if self.observer is not None:
+            self.observer.after_launch(self, self._n_launched)
         self._n_launched += 1
 
     def _launch_vote(self, bucket: Bucket, step: int) -> None:
@@ -230,6 +231,8 @@ class Round(RoundFlags):
         """
         for extension in self.extensions:
             extension.end_of_backward(self)
+        if self.observer is not None:
+            self.observer.end_of_backward(self)
         for bucket in self.buckets[: self._n_launched]:
             bucket.refuse_changed_gradients()
         while self._n_launched < len(self.buckets):
@@ -268,14 +271,14 @@ class Round(RoundFlags):
         self._close()
 
     def _wait_for(self, i: int) -> None:
-        for extension in self.extensions:
-            extension.before_wait(self, i)
+        if self.observer is not None:
+            self.observer.before_wait(self, i)
         try:
             work = self.buckets[i].finish()
         except MismatchError as error:
             raise self._explained(error) from error.__cause__
-        for extension in self.extensions:
-            extension.after_wait(self, i, work)
+        if self.observer is not None:
+            self.observer.after_wait(self, i, work)
 
     def _settle_or_drop(self) -> State:
         """Settle or drop the gradients of all buckets."""

@@ -17,7 +17,7 @@ import torch
 from torch.optim import Optimizer
 
 from fastcomm.comm.objects import gather_objects, on_host
-from fastcomm.comm.transport import BucketWork, Transport
+from fastcomm.comm.transport import Transport
 from fastcomm.errors import AbandonedError, FastcommError, PeerLostError, TimeoutError
 from fastcomm.reducer.extension import RoundExtension
 from fastcomm.reducer.features.compatibility import Feature, check
@@ -234,13 +234,14 @@ class Elastic(RoundExtension):
         if self.outlived is not None:
             round.outlive(self.outlived)
 
-    def after_wait(self, round: Round, number: int, work: BucketWork) -> None:
+    def verdict(self, round: Round) -> bool:
         """Over NCCL, waits for the device: an optimizer's step could not be taken back, if a rank
         turns out to be lost.
         """
-        if self._comm.has_streams and number == len(round.buckets) - 1:
+        if self._comm.has_streams:
             self._comm.refuse_capture("elastic()")
             on_host(self._comm, round.buckets[-1].flat[:1])
+        return False
 
     def outlives(self, error: FastcommError) -> bool:
         return isinstance(error, _OUTLIVED)

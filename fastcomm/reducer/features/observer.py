@@ -1,5 +1,5 @@
 """RoundObserver: follows one round of a reducer, for a recorder, a profiler, or both. Where there
-is neither, there is no observer.
+is neither, there is no observer. Raises nothing.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from torch.autograd import _profiler_enabled  # type: ignore[attr-defined]
 
 from fastcomm.comm.transport import BucketWork
 from fastcomm.insight.recorder import Recorder
-from fastcomm.reducer.extension import RoundExtension
 from fastcomm.reducer.round import Round, State
 
 _IS_UNDER_NSIGHT = "NSYS_PROFILING_SESSION_ID" in os.environ  # which Nsight Systems sets
@@ -25,21 +24,18 @@ is_profiled: Callable[[], bool] = (
 )
 
 
-class RoundObserver(RoundExtension):
+class RoundObserver:
     """Tells the recorder, and the profiler that is on, when something begins or ends in a round.
-    Raises nothing.
 
     reducer: its number, for the profiler.
     """
 
-    def __init__(self, recorder: Recorder | None, reducer: int) -> None:
+    def __init__(self, recorder: Recorder | None, reducer: int, round: Round) -> None:
         self._recorder, self._reducer = recorder, reducer
         self._is_profiled = is_profiled()
         self._range: Any = None  # the context manager that is open in the profiler
-
-    def before_round(self, round: Round) -> None:
-        if self._recorder is not None:
-            self._recorder.begin_round(round.number)
+        if recorder is not None:
+            recorder.begin_round(round.number)
 
     def end_of_backward(self, round: Round) -> None:
         """What comes from now on is exposed."""
