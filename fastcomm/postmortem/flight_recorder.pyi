@@ -6,8 +6,6 @@ import torch
 from fastcomm.comm.who import Process
 from fastcomm.errors import FastcommError
 
-N_KEPT: int
-
 class Activity(Protocol):
     def in_words(self) -> str: ...
 
