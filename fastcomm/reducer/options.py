@@ -98,13 +98,11 @@ class Options:
             refuse_error_feedback(comm.backend)
         return comm
 
-    def find_problem(self, named: Sequence[tuple[str, Tensor]]) -> ValueError | None:
-        """What is wrong with reducing the gradients of these parameters by this op."""
-        if self.op in LINEAR_OPS:
-            return None
-        first = next((name for name, p in named if p.requires_grad and p.is_complex()), None)
-        what = f"the gradient of parameter {first}"
-        return None if first is None else ValueError(complex_refusal(what, self.op))
+    def refuse_parameters(self, named: Sequence[tuple[str, Tensor]]) -> None:
+        """Raises ValueError for parameters whose gradients cannot be reduced by this op."""
+        for name, p in named:
+            if p.requires_grad and p.is_complex() and self.op not in LINEAR_OPS:
+                raise ValueError(complex_refusal(f"the gradient of parameter {name}", self.op))
 
     def described(self) -> dict[str, Any]:
         """The options by name, for comparison: ranks that differ here would reduce different

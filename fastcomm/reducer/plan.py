@@ -12,14 +12,13 @@ and keep the one with which the slowest rank's steps have taken least.
 
 from __future__ import annotations
 
-import enum
 import functools
 import itertools
 import math
 import statistics
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
 
@@ -53,13 +52,6 @@ _GOES_WITH = {
     *(Feature.OTHER_OP, Feature.NOT_LINEAR, Feature.SKIP_NONFINITE, Feature.AUDIT),
     *(Feature.EIGHT_BITS, Feature.AUTO, Feature.MEASURING, Feature.REBUILD),
 }
-
-
-class _Looks(enum.Enum):
-    """What a planner looks for."""
-
-    ORDER = enum.auto()
-    SIZE = enum.auto()
 
 
 @tellable
@@ -97,9 +89,9 @@ class Planner:
         self.order: tuple[int, ...] | None = None
         self._to_try: list[float] = []  # sizes; those of the first are measured now
         self.seconds: dict[float, float] = {}  # what a step takes, by size
-        self.looks_for: _Looks | None = None
+        self.looks_for: Literal["order", "size"] | None = None
         if world_size > 1:
-            self.looks_for = _Looks.ORDER if self._follows_arrival else _Looks.SIZE
+            self.looks_for = "order" if self._follows_arrival else "size"
 
     @property
     def is_measuring(self) -> bool:
@@ -119,14 +111,14 @@ class Planner:
         self._began_at = reducer.n_rounds
         self._ended_s = 0.0  # when the last round ended
         self._periods: list[float] = []
-        if self.looks_for is _Looks.ORDER and len(reducer.buckets) > 1:
+        if self.looks_for == "order" and len(reducer.buckets) > 1:
             if reducer.recorder is None:
                 sizes = [len(bucket.indices) for bucket in reducer.buckets]
                 reducer.recorder = Recorder(TRACED_ROUNDS, sum(sizes), len(sizes))
                 self._recorder = reducer.recorder
         elif self.looks_for is not None and not self._to_try:
             self._to_try = self._sizes() if self._is_auto else []
-            self.looks_for = _Looks.SIZE if self._to_try else None
+            self.looks_for = "size" if self._to_try else None
 
     def layouts(self, kinds: Sequence[tuple[int, torch.dtype, int]]) -> tuple[BucketLayout, ...]:
         """The next buckets. kinds: the numel, dtype and itemsize of each gradient."""
@@ -173,7 +165,7 @@ class Planner:
             self.stop(reducer)  # a graph will go on using the buckets there are
             return
         n = reducer.n_rounds - self._began_at
-        is_size = self.looks_for is _Looks.SIZE
+        is_size = self.looks_for == "size"
         if is_size:
             self._note_round(reducer, n)
         due = WARM_UP_ROUNDS + MEASURED_ROUNDS if is_size else TRACED_ROUNDS
@@ -194,12 +186,12 @@ class Planner:
 
     def _decide(self, reducer: Reducer, can_replan: bool, is_last: bool) -> None:
         """is_last: decides now, or stops."""
-        order = self._seen_order(reducer) if self.looks_for is _Looks.ORDER else None
+        order = self._seen_order(reducer) if self.looks_for == "order" else None
         period_s = statistics.median(self._periods) if self._periods else math.inf
         own = _Seen(order, period_s, can_replan)
         seen = gather_objects(reducer.comm, own, "backward()")
         can_replan = all(one.can_replan for one in seen)
-        if self.looks_for is _Looks.ORDER:
+        if self.looks_for == "order":
             orders = {one.order for one in seen}
             if can_replan or is_last or None in orders:
                 self._follow(reducer, orders if can_replan else {None})
@@ -219,7 +211,7 @@ class Planner:
     def _follow(self, reducer: Reducer, orders: set[tuple[int, ...] | None]) -> None:
         """orders: what the ranks have seen."""
         self.end_trace(reducer)
-        self.looks_for = _Looks.SIZE
+        self.looks_for = "size"
         order = orders.pop()
         if order is not None and not orders and order != tuple(sorted(order, reverse=True)):
             self.order = order

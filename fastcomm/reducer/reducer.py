@@ -218,15 +218,13 @@ class Reducer(ProcessBound, ReducerFlags):
 
     def _attach(self, source: Model) -> None:
         named = named_parameters(source)
-        problem = self._find_problem(source, named)
-        tensors: list[tuple[str, Tensor]] = []
         model: validation.Described = []
-        if problem is None:
+        with validation.agreeing(self.comm, validation.ATTACH, model) as described:
+            self._refuse(source, named)
             sparse = sparsity.find(source, named, self.options.sparse_parameters)
             tensors = validation.named_tensors(source)
-            model = validation.signature(named, tensors, sparse)
-        described = self.options.described()
-        validation.compare(self.comm, problem, described, validation.ATTACH, model)
+            described |= self.options.described()
+            model += validation.signature(named, tensors, sparse)
         src = 0
         behind = compare_ranks(self)
         self.extensions = [one for one in self.extensions if not isinstance(one, Behind)]
@@ -242,19 +240,16 @@ class Reducer(ProcessBound, ReducerFlags):
         self._stragglers.begin(self.n_rounds)
         self.hook_up(source)
 
-    def _find_problem(self, source: Model, named: NamedParameters) -> ValueError | None:
-        """What this rank alone can find wrong with attaching the model."""
+    def _refuse(self, source: Model, named: NamedParameters) -> None:
+        """Raises ValueError for what this rank alone can find wrong with attaching the model."""
         if self._model is not None:
-            return ValueError(
+            raise ValueError(
                 "this reducer is attached already; detach() it first, or make one reducer for each "
                 "model"
             )
-        problem = validation.find_problem(source, named, self.comm, is_owned)
-        if problem is not None:
-            return problem
-        return sparsity.find_problem(
-            source, named, self.options, self.sharding()
-        ) or self.options.find_problem(named)
+        validation.refuse_model(source, named, self.comm, is_owned)
+        sparsity.refuse(source, named, self.options, self.sharding())
+        self.options.refuse_parameters(named)
 
     def hook_up(self, source: Model) -> None:
         """For the reducer: make the buckets, as they are planned now, and hook the parameters.
@@ -343,9 +338,7 @@ class Reducer(ProcessBound, ReducerFlags):
 
     def _agree_on_refresh(self) -> None:
         """Raises, on every rank, the reason why one of them cannot refresh. Collective."""
-        problem: Exception | None = None
-        places: dict[str, Any] = {}
-        try:
+        with validation.agreeing(self.comm, validation.REFRESH) as described:
             if self.awaits_round:
                 raise FastcommError(
                     f"rank {self.comm.rank}: refresh() would lose a set_weight() or skip_step() "
@@ -355,10 +348,7 @@ class Reducer(ProcessBound, ReducerFlags):
             self.attached_model()
             stepper = self.stepper()
             if stepper is not None:
-                places = stepper.places_at_refresh()
-        except (FastcommError, ValueError) as error:
-            problem = error
-        validation.compare(self.comm, problem, places, validation.REFRESH)
+                described |= stepper.places_at_refresh()
 
     def refresh(self) -> None:
         """Call it, on every rank, after parameters were unfrozen, added or removed. Plans other

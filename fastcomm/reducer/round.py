@@ -31,7 +31,7 @@ _NOTE = (
 
 
 class State(enum.Enum):
-    """How far a round has come. See Round for what leads from one to the next."""
+    """How far a round has come."""
 
     OPEN = "open"
     LAUNCHING = "launching"
@@ -42,16 +42,7 @@ class State(enum.Enum):
 
 
 class Round(RoundFlags):
-    """An open round of a reducer.
-
-        from        by                      to          which means
-        OPEN        launch_full_buckets()   LAUNCHING   some buckets are under way
-                    commit()                COMMITTED   all are: the other ranks count on this one
-        LAUNCHING   commit()                COMMITTED
-        COMMITTED   finish()                SETTLED     gradients are reduced
-                    finish()                SKIPPED     all ranks have dropped them together
-        any         abort()                 DROPPED     one rank could not go on
-        any         finish()                DROPPED     an extension outlives the error
+    """An open round of a reducer: docs/design.md says what leads from one state to the next.
 
     finish() commits first if need be, and ends in SETTLED or SKIPPED, or aborts. What is raised
     before COMMITTED aborts; after it, only an error that all ranks get. What a signal handler

@@ -78,138 +78,130 @@ def grad_dtype(parameter: Tensor) -> torch.dtype:
 # ---- what one rank checks alone -----------------------------------------------------------------
 
 
-def find_problem(
+def refuse_model(
     model: Model, named: NamedParameters, comm: Transport, is_attached: Callable[[Tensor], bool]
-) -> ValueError | None:
-    """What is wrong with attaching the model on this rank alone. is_attached: whether a reducer has
-    a parameter.
+) -> None:
+    """Raises ValueError for a model that cannot be attached on this rank. is_attached: whether a
+    reducer has a parameter.
     """
-    reason = _why_not_named(named, comm.device, is_attached)
-    if reason is None:
-        reasons = (_why_not_kept(name, b, comm.device) for name, b in named_buffers(model))
-        reason = next((one for one in reasons if one is not None), None)
-    if reason is None and comm.world_size > 1 and isinstance(model, nn.Module):
-        reason = _why_not_module(model)
-    return None if reason is None else ValueError(reason)
+    _refuse_named(named, comm.device, is_attached)
+    for name, buffer in named_buffers(model):
+        _refuse_kept(name, buffer, comm.device)
+    if comm.world_size > 1 and isinstance(model, nn.Module):
+        _refuse_module(model)
 
 
-def _why_not_named(
+def _refuse_named(
     named: NamedParameters,
     device: torch.device,
     is_attached: Callable[[Tensor], bool],
-) -> str | None:
+) -> None:
     if not all(isinstance(entry, tuple) and len(entry) == 2 for entry in named):
-        return (
+        raise ValueError(
             "attach() takes a module or named parameters: model.named_parameters(), not "
             "model.parameters()"
         )
     if len({id(p) for _, p in named}) < len(named):
-        return "a parameter is given twice: its gradient would be reduced twice"
+        raise ValueError("a parameter is given twice: its gradient would be reduced twice")
     for name, parameter in named:
-        reason = _why_not_parameter(name, parameter, device)
-        if reason is not None:
-            return reason
+        _refuse_parameter(name, parameter, device)
         if is_attached(parameter):
-            return (
+            raise ValueError(
                 f"parameter {name} is attached to another reducer already: detach() that one "
                 "first, or attach one reducer to all models that share it, as "
                 "attach(nn.ModuleList([actor, critic]))"
             )
     if not any(p.requires_grad for _, p in named):
-        return "the model has no parameter that requires a gradient: there is nothing to reduce"
-    return None
+        raise ValueError(
+            "the model has no parameter that requires a gradient: there is nothing to reduce"
+        )
 
 
-def _why_not_parameter(name: str, parameter: Parameter, device: torch.device) -> str | None:
-    if isinstance(parameter, UninitializedParameter):
-        return f"parameter {name} is not initialised: run the lazy modules once before attach()"
+def _refuse_parameter(name: str, parameter: Parameter, device: torch.device) -> None:
     what = f"parameter {name}"
+    if isinstance(parameter, UninitializedParameter):
+        raise ValueError(f"{what} is not initialised: run the lazy modules once before attach()")
     if parameter.requires_grad:
-        reason = _why_not_tensor(what, parameter, device)
+        _refuse_tensor(what, parameter, device)
     else:
-        kept = unwrapped([(what, parameter)])
-        reason = next(filter(None, (_why_not_kept(*one, device) for one in kept)), None)
-    if reason is not None:
-        return reason
+        for kept in unwrapped([(what, parameter)]):
+            _refuse_kept(*kept, device)
     if parameter.is_neg() or parameter.is_conj():
-        return (
-            f"parameter {name} is a negated or conjugated view of its memory: clone it before "
-            "attach()"
+        raise ValueError(
+            f"{what} is a negated or conjugated view of its memory: clone it before attach()"
         )
     if not parameter.requires_grad:
-        return None
+        return
     dtype = grad_dtype(parameter)
     is_number = dtype.is_floating_point or dtype.is_complex
     if not is_number or dtype.itemsize < 2 or dtype == torch.complex32:
-        return (
-            f"parameter {name} is {dtype}; only gradients of float16, bfloat16, float32, float64, "
-            "complex64 and complex128 can be reduced"
+        raise ValueError(
+            f"{what} is {dtype}; only gradients of float16, bfloat16, float32, float64, complex64 "
+            "and complex128 can be reduced"
         )
     if not parameter.is_leaf:
-        return f"parameter {name} is the result of an operation, not a leaf: it gets no gradient"
+        raise ValueError(f"{what} is the result of an operation, not a leaf: it gets no gradient")
     if distinct_elements(parameter).numel() != parameter.numel():
-        return f"parameter {name} is expanded: its elements share memory. Clone it before attach()"
-    return None
+        raise ValueError(f"{what} is expanded: its elements share memory. Clone it before attach()")
 
 
-def _why_not_kept(what: str, tensor: Tensor, device: torch.device) -> str | None:
+def _refuse_kept(what: str, tensor: Tensor, device: torch.device) -> None:
     """Of what is only compared and copied: a frozen parameter, or a buffer."""
-    reason = _why_not_tensor(what, tensor, device)
-    if reason is not None:
-        reason += (
-            ". Or see yourself that it is the same on all ranks, and attach the trained parameters "
-            "alone: attach([(n, p) for n, p in model.named_parameters() if p.requires_grad])"
-        )
-    return reason
+    try:
+        _refuse_tensor(what, tensor, device)
+    except ValueError as error:
+        raise ValueError(
+            f"{error}. Or see yourself that it is the same on all ranks, and attach the trained "
+            "parameters alone: "
+            "attach([(n, p) for n, p in model.named_parameters() if p.requires_grad])"
+        ) from None
 
 
-def _why_not_tensor(what: str, tensor: Tensor, device: torch.device) -> str | None:
+def _refuse_tensor(what: str, tensor: Tensor, device: torch.device) -> None:
     if is_wrapper(tensor):
-        return (
+        raise ValueError(
             f"{what} is a {type(tensor).__name__}, which wraps other tensors: a Reducer takes "
             "plain ones. torch's fully_shard() and replicate() reduce such a model, over the "
             "backend 'fastcomm'"
         )
     if tensor.layout is not torch.strided or tensor.is_quantized:
-        return (
-            f"{what} is {'quantized' if tensor.is_quantized else tensor.layout}: attach() takes "
-            "dense tensors"
-        )
+        kind = "quantized" if tensor.is_quantized else tensor.layout
+        raise ValueError(f"{what} is {kind}: attach() takes dense tensors")
     if tensor.is_meta:
-        return (
+        raise ValueError(
             f"{what} is on meta, and has no values: model.to_empty(device=comm.device) first, and "
             "load them"
         )
     if tensor.device != device:
-        return (
+        raise ValueError(
             f"{what} is on {tensor.device}, but the communicator reduces on {device}: move the "
             "model to comm.device first"
         )
     if lacks_memory(tensor):
-        return f"{what} {without_memory(tensor)}"
+        raise ValueError(f"{what} {without_memory(tensor)}")
     if tensor.is_inference():
-        return f"{what} was made in inference mode, which training cannot use: clone it outside"
-    return None
+        raise ValueError(
+            f"{what} was made in inference mode, which training cannot use: clone it outside"
+        )
 
 
-def _why_not_module(model: nn.Module) -> str | None:
+def _refuse_module(model: nn.Module) -> None:
     """What would make the ranks drift apart in forward, where no gradient tells."""
     for name, module in model.named_modules():
         if isinstance(module, nn.SyncBatchNorm) and not dist.is_initialized():
-            return (
+            raise ValueError(
                 f"module {name} is a SyncBatchNorm, which is a plain BatchNorm of each rank's own "
                 "batch where there is no process group: make it a BatchNorm or, on GPUs, call "
                 "torch.distributed.init_process_group(...) before attach()"
             )
         is_embedding = isinstance(module, (nn.Embedding, nn.EmbeddingBag))
         if is_embedding and module.max_norm is not None:
-            return (
+            raise ValueError(
                 f"module {name} is an {type(module).__name__} with max_norm, whose forward changes "
                 "the rows that this rank looks up: the ranks would drift apart. Make it without "
                 "max_norm, and renormalise all rows after each step, on every rank: "
                 "weight.data.copy_(torch.renorm(weight.data, 2, 0, max_norm))"
             )
-    return None
 
 
 def distinct_elements(tensor: Tensor) -> Tensor:
@@ -299,9 +291,11 @@ def compare(
 
 
 @contextlib.contextmanager
-def agreeing(comm: Transport, call: Call) -> Iterator[dict[str, Any]]:
+def agreeing(
+    comm: Transport, call: Call, model: Described | None = None
+) -> Iterator[dict[str, Any]]:
     """Yields a dict for what the ranks compare, and raises on every rank, as compare(), what one of
-    them raises in the block.
+    them raises in the block. model: compared as the block leaves it.
     """
     described: dict[str, Any] = {}
     problem = None
@@ -309,7 +303,7 @@ def agreeing(comm: Transport, call: Call) -> Iterator[dict[str, Any]]:
         yield described
     except Exception as error:  # whatever a user's class raises: the others are to hear of it
         problem = error
-    compare(comm, problem, described, call)
+    compare(comm, problem, described, call, model)
 
 
 def _in_words(problem: Exception | None) -> str | None:

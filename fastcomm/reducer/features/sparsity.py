@@ -22,19 +22,18 @@ def find(model: Model, named: NamedParameters, declared: Sequence[str]) -> set[s
     return {name for name, p in named if p.requires_grad and (id(p) in found or name in declared)}
 
 
-def find_problem(
+def refuse(
     model: Model, named: NamedParameters, options: Options, sharding: Sharding | None
-) -> ValueError | None:
-    """What is wrong with reducing the sparse gradients of this model, or None."""
+) -> None:
+    """Raises ValueError for sparse gradients of this model that cannot be reduced."""
     known = {name for name, _ in named}
     for name in options.sparse_parameters:
         if name not in known:
-            return ValueError(f"sparse_parameters: the model has no parameter {name}")
+            raise ValueError(f"sparse_parameters: the model has no parameter {name}")
     present = options.features()
     if sharding is not None:
         present[Feature.SHARDED] = Feature.SHARDED.value
     sparse = find(model, named, options.sparse_parameters)
     trouble = why_not(Feature.SPARSE, present)
-    if not sparse or trouble is None:
-        return None
-    return ValueError(f"the gradient of parameter {min(sparse)} is sparse: {trouble}")
+    if sparse and trouble is not None:
+        raise ValueError(f"the gradient of parameter {min(sparse)} is sparse: {trouble}")
