@@ -131,20 +131,6 @@ def test_an_exception_on_one_rank_after_its_last_gradient_is_an_error_on_both(co
 
 
 @on_ranks(2)
-def test_synchronize_after_a_failed_backward_tells_the_other_ranks(comm, buckets):
-    model, reducer, _ = attached(comm, **buckets)
-    expected = mean_gradients(model, comm.world_size, backward)
-    with pytest.raises(RuntimeError):
-        _fragile_backward(model, comm.rank, fails=comm.rank == 1)
-    with contextlib.suppress(fastcomm.FastcommError):
-        reducer.synchronize()
-    comm.barrier()
-    model.zero_grad()
-    backward(model, comm.rank)
-    assert_gradients(model, expected)
-
-
-@on_ranks(2)
 def test_an_exception_inside_a_reentrant_checkpoint_on_one_rank_is_an_error_on_both(comm, buckets):
     model, _, _ = attached(comm, **buckets)
     expected = mean_gradients(model, comm.world_size, backward)
@@ -173,19 +159,3 @@ def test_an_exception_in_a_backward_under_no_sync_concerns_its_rank_alone(comm, 
     model.zero_grad()
     backward(model, comm.rank)
     assert_gradients(model, expected)
-
-
-@on_ranks(2)
-def test_an_exception_between_two_models_on_one_rank_is_an_error_on_both(comm, buckets):
-    first, second = mlp()[:2], mlp()[2:]
-    model = nn.Sequential(*first, *second)
-    expected = mean_gradients(model, comm.world_size, backward)
-    for part in (first, second):
-        fastcomm.Reducer(comm, **buckets).attach(part)
-    for _ in range(2):
-        with pytest.raises(RuntimeError) as caught:
-            _fragile_backward(model, comm.rank, fails=comm.rank == 1)
-        assert isinstance(caught.value, fastcomm.FastcommError) == (comm.rank == 0), caught.value
-        model.zero_grad()
-        backward(model, comm.rank)
-        assert_gradients(model, expected)

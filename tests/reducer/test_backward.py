@@ -38,11 +38,6 @@ def test_gradients_are_the_mean_over_ranks(comm, buckets):
     check_gradients(comm, mlp(), backward, **buckets)
 
 
-@on_ranks(2)
-def test_gradients_are_the_same_without_overlap(comm, buckets):
-    check_gradients(comm, mlp(), backward, overlap=False, **buckets)
-
-
 @on_ranks(2, 3)
 def test_op_sum_gives_the_sum_over_ranks(comm, buckets):
     model = mlp()
@@ -143,16 +138,6 @@ def test_gradients_of_no_sync_are_reduced_though_the_next_backward_does_not_use_
 
 
 # Parameters that a backward does not reach
-
-
-@on_ranks(2, 3)
-def test_parameters_unused_here_receive_the_mean(comm, buckets):
-    check_gradients(
-        comm,
-        Heads(comm.world_size),
-        lambda model, rank: loss_of(model, rank, 0, rank).backward(),
-        **buckets,
-    )
 
 
 @on_ranks(2)

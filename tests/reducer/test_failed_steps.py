@@ -171,23 +171,6 @@ def test_attach_may_be_tried_again_on_all_ranks_when_it_has_failed_on_one(comm):
 
 
 @on_ranks(2)
-def test_a_handler_of_its_own_may_begin_another_step_that_fails(comm):
-    """What is abandoned there is another step."""
-    model, _, _ = attached(comm)
-    try:
-        _step_that_may_fail(model, comm, 1)
-    except (ValueError, fastcomm.AbandonedError):
-        if comm.rank == 1:
-            comm.abandon()
-        with pytest.raises(RuntimeError, match="out of luck|rank 0 abandoned"):
-            _step_that_may_fail(model, comm, 3)
-    expected = mean_gradients(model, comm.world_size, backward)
-    model.zero_grad()
-    backward(model, comm.rank)
-    assert_gradients(model, expected)
-
-
-@on_ranks(2)
 def test_a_failure_that_nobody_abandoned_hides_none_of_a_later_backward(comm):
     """The reducer has abandoned the first one by itself; the second is abandoned by hand."""
     model, _, _ = attached(comm)
@@ -387,36 +370,6 @@ def test_one_exception_raised_in_two_steps_abandons_both(comm):
 
 
 # Steps that fail
-
-
-def _fragile_backward(model, rank, fails):
-    hidden = model[:2](torch.full((4, 8), rank + 1.0))
-    model[2:](Fail.apply(hidden, fails)).sum().backward()
-
-
-def _step_in_spite_of_a_failed_backward(comm, unlucky, buckets):
-    model, _, optimizer = attached(comm, **buckets)
-    backward(model, comm.rank)
-    finish_together(comm)
-    with pytest.raises(RuntimeError):
-        _fragile_backward(model, comm.rank, comm.rank in unlucky)
-        hear_of_it(comm)
-    with contextlib.suppress(FastcommError):
-        optimizer.step()
-    after = [parameter.detach().clone() for parameter in model.parameters()]
-    model.zero_grad()
-    backward(model, comm.rank)
-    optimizer.step()
-    return after, [parameter.detach() for parameter in model.parameters()]
-
-
-@pytest.mark.parametrize("unlucky", [(0, 1), (1,)], ids=["both ranks", "one rank"])
-def test_an_optimizer_step_in_spite_of_a_failed_backward_does_not_drive_the_ranks_apart(
-    ranks, unlucky, buckets
-):
-    one, other = ranks(2, _step_in_spite_of_a_failed_backward, unlucky, buckets)
-    for parameters, theirs in zip(one, other, strict=True):
-        assert all(torch.equal(p, q) for p, q in zip(parameters, theirs, strict=True))
 
 
 def _fails_early(comm):

@@ -31,61 +31,30 @@ uniform = st.lists(numels.map(lambda numel: (numel, torch.float32, 4)), max_size
 
 
 @given(mixed, caps, caps)
-def test_every_parameter_lies_in_exactly_one_bucket(parameters, cap, first_cap):
-    slots = [slot for bucket in plan(parameters, cap, first_cap) for slot in bucket.slots]
-    assert sorted(slot.index for slot in slots) == list(range(len(parameters)))
-    assert all(slot.numel == parameters[slot.index][0] for slot in slots)
-
-
-@given(mixed, caps, caps)
-def test_parameters_of_one_dtype_come_in_reverse_registration_order(parameters, cap, first_cap):
+def test_parameters_lie_side_by_side_in_buckets_of_one_dtype(parameters, cap, first_cap):
+    """In the reverse of their registration, at cache lines, and with no more padding than that."""
     buckets = plan(parameters, cap, first_cap)
-    for dtype in _DTYPES:
-        indices = [
-            slot.index for bucket in buckets if bucket.dtype == dtype for slot in bucket.slots
-        ]
-        assert indices == sorted(indices, reverse=True)
-
-
-@given(mixed, caps, caps)
-def test_a_bucket_holds_one_dtype(parameters, cap, first_cap):
-    for bucket in plan(parameters, cap, first_cap):
-        assert {parameters[slot.index][1] for slot in bucket.slots} == {bucket.dtype}
-
-
-@given(mixed, caps, caps)
-def test_slots_are_aligned_and_do_not_overlap(parameters, cap, first_cap):
-    for bucket in plan(parameters, cap, first_cap):
-        assert all(slot.offset * _DTYPES[bucket.dtype] % ALIGNMENT == 0 for slot in bucket.slots)
-        in_place = sorted(bucket.slots, key=lambda slot: (slot.offset, slot.numel))
-        assert all(
-            left.offset + left.numel <= right.offset for left, right in itertools.pairwise(in_place)
-        )
-        assert all(
-            slot.offset >= 0 and slot.offset + slot.numel <= bucket.numel for slot in bucket.slots
-        )
-
-
-@given(mixed, caps, caps)
-def test_padding_costs_less_than_one_alignment_per_parameter(parameters, cap, first_cap):
-    for bucket in plan(parameters, cap, first_cap):
-        assert bucket.numel * _DTYPES[bucket.dtype] <= sum(
-            slot.numel * _DTYPES[bucket.dtype] + ALIGNMENT for slot in bucket.slots
-        )
+    for dtype, itemsize in _DTYPES.items():
+        own = [bucket for bucket in buckets if bucket.dtype == dtype]
+        slots = [slot for bucket in own for slot in bucket.slots]
+        wanted = [i for i, (_, one, _) in enumerate(parameters) if one == dtype]
+        assert [slot.index for slot in slots] == wanted[::-1]
+        assert all(slot.numel == parameters[slot.index][0] for slot in slots)
+        assert all(slot.offset >= 0 and slot.offset * itemsize % ALIGNMENT == 0 for slot in slots)
+        for bucket in own:
+            in_place = sorted(bucket.slots, key=lambda slot: (slot.offset, slot.numel))
+            ends = [slot.offset + slot.numel for slot in in_place]
+            begins = [slot.offset for slot in in_place[1:]] + [bucket.numel]
+            assert all(end <= begin for end, begin in zip(ends, begins, strict=True))
+            least = sum(slot.numel * itemsize + ALIGNMENT for slot in bucket.slots)
+            assert bucket.numel * itemsize <= least
+            assert nbytes(bucket, without_last=True) < max(cap, first_cap)
 
 
 @given(uniform, caps, caps)
 def test_no_bucket_overshoots_its_cap_by_more_than_one_parameter(parameters, cap, first_cap):
     for bucket in plan(parameters, cap, first_cap)[1:]:
         assert nbytes(bucket, without_last=True) < cap
-
-
-@given(mixed, caps, caps)
-def test_no_bucket_of_several_dtypes_overshoots_the_larger_cap_by_more_than_one_parameter(
-    parameters, cap, first_cap
-):
-    for bucket in plan(parameters, cap, first_cap):
-        assert nbytes(bucket, without_last=True) < max(cap, first_cap)
 
 
 @given(uniform, caps, caps)

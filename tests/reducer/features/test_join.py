@@ -266,21 +266,6 @@ def test_a_grad_scaler_that_has_fallen_behind_is_found_after_the_next_step(comm)
 
 
 @only_shm
-@on_ranks(2)
-def test_a_grad_scaler_that_is_off_or_given_hides_no_scheduler(comm):
-    model, reducer, _ = attached(comm, small())
-    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
-    off = torch.amp.GradScaler("cpu", enabled=False)
-    scaled_epoch(reducer, model, optimizer, off, 2 + comm.rank, ())
-    optimizer.step()
-    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
-    epoch(reducer, model, optimizer, 2 + comm.rank, scheduler, state=[optimizer, off])
-    loss_of(model, data_of(comm.rank, 0)).backward()
-    with pytest.raises(FastcommError, match="the options of SGD differ now"):
-        optimizer.step()
-
-
-@only_shm
 @pytest.mark.parametrize("counts", [(2, 4), (0, 3)], ids=str)
 @on_ranks(2)
 def test_a_learning_rate_that_has_fallen_behind_is_found(comm, counts):

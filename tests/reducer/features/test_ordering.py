@@ -104,17 +104,6 @@ def test_graphs_that_differ_leave_the_buckets_alone(comm, differs):
 
 @over_a_network
 @on_ranks(2)
-def test_a_sharded_optimizer_keeps_the_buckets_it_has(comm):
-    model, reducer, _ = attached(comm, Shuffled(), **SMALL_BUCKETS)
-    optimizer = fastcomm.ShardedOptimizer(reducer, torch.optim.SGD, lr=0.1)
-    for number in range(4):
-        backward(model, comm.rank, number)
-        optimizer.step()
-        assert layers_in(reducer) == AS_REGISTERED
-
-
-@over_a_network
-@on_ranks(2)
 def test_ranks_in_a_join_wait_until_it_is_over(comm):
     model, reducer, _ = attached(comm, Shuffled(), **SMALL_BUCKETS)
     with reducer.join(range(3 + comm.rank)) as numbers:
