@@ -87,6 +87,7 @@ class LocalSGD(LocalSteps):
             raise TypeError(f"{name}() takes a Reducer; got {type(reducer).__name__}")
         self.reducer = reducer
         making = validation.Call(f"{name}()", f"options of {name}", f"cannot begin its {name}")
+        self._names = {name for bucket in reducer.buckets for name in bucket.names}
         with validation.agreeing(reducer.comm, making) as described:
             _refuse(reducer, every)
             described |= {"every": every, **prepare()}
@@ -96,8 +97,7 @@ class LocalSGD(LocalSteps):
         self.n_syncs = 0  # that are over
         self._every = every
         self._synced_at = 0  # after how many steps all ranks had equal parameters
-        self._stepped: set[tuple[int, int]] = set()  # slots, since the last step was counted
-        self._n_parameters = sum(len(bucket.names) for bucket in reducer.buckets)
+        self._stepped: set[str] = set()  # parameters, since the last step was counted
         reducer.install(self)
         reducer.steps_alone = True
 
@@ -158,28 +158,21 @@ class LocalSGD(LocalSteps):
 
     def after_step(self, stepped: list[SteppedSlots]) -> None:
         """For the reducer: count the step once all trainable parameters have been stepped."""
-        slots = {(bucket, slot) for bucket, held in stepped for slot in held}
-        if self._stepped & slots:
+        buckets = self.reducer.buckets
+        names = {buckets[number].names[slot] for number, slots in stepped for slot in slots}
+        if self._stepped & names:
+            left_out = min(self._names - self._stepped)
             raise FastcommError(
-                f"parameter {self._left_out()} was not stepped between two steps of others: its "
-                f"optimizer steps less often, or it has none. {type(self).__name__} counts one "
-                "step when every trainable parameter has been stepped: call count_step() after "
-                "each where an optimizer is left out, or freeze the parameter before attach(). To "
-                "freeze one midway, call finish(), freeze it, call refresh() and make another "
+                f"parameter {left_out} was not stepped between two steps of others: its optimizer "
+                f"steps less often, or it has none. {type(self).__name__} counts one step when "
+                "every trainable parameter has been stepped: call count_step() after each where an "
+                "optimizer is left out, or freeze the parameter before attach(). To freeze one "
+                "midway, call finish(), freeze it, call refresh() and make another "
                 f"{type(self).__name__}, on every rank"
             )
-        self._stepped |= slots
-        if len(self._stepped) == self._n_parameters:
+        self._stepped |= names
+        if self._stepped == self._names:
             self.count_step()
-
-    def _left_out(self) -> str:
-        """The name of a parameter that was not stepped since the last step was counted."""
-        return next(
-            name
-            for number, bucket in enumerate(self.reducer.buckets)
-            for slot, name in enumerate(bucket.names)
-            if (number, slot) not in self._stepped
-        )
 
     def count_step(self) -> None:
         """Counts a step that no optimizer of torch.optim has made on this rank: one that GradScaler
@@ -348,16 +341,10 @@ class DiLoCo(LocalSGD):
     ) -> dict[str, Any]:
         """Copies the parameters, and makes the optimizer of the copies. Returns its options."""
         # in the model's order, which does not depend on the buckets
-        trainable = [(name, p) for name, p in self.reducer.named_parameters() if p.requires_grad]
-        frozen = {name for bucket in self.reducer.buckets for name in bucket.names}
-        frozen -= {name for name, _ in trainable}
-        if frozen:
-            raise ValueError(
-                f"parameter {min(frozen)} was frozen after attach(): call refresh() first"
-            )
+        reduced = {n: p for n, p in self.reducer.named_parameters() if n in self._names}
         # equal on all ranks: what a sync averages is how far this rank's are from them
-        self._outer = {name: Parameter(p.detach().clone()) for name, p in trainable}
-        self._versions = {name: p._version for name, p in trainable}  # until the first step
+        self._outer = {name: Parameter(p.detach().clone()) for name, p in reduced.items()}
+        self._versions = {name: p._version for name, p in reduced.items()}  # until the first step
         outer = make(list(self._outer.values()), **defaults)
         if not isinstance(outer, Optimizer):
             raise TypeError(f"outer_optimizer must make an optimizer of torch.optim; got {outer!r}")
@@ -581,10 +568,4 @@ def _refuse(reducer: Reducer, every: int) -> None:
             "not after a set_weight() or skip_step() whose reduction has not come"
         )
     for bucket in reducer.buckets:
-        slots = zip(bucket.names, bucket.parameters, bucket.views, strict=True)
-        for name, parameter, view in slots:
-            if parameter is not None and parameter.dtype != view.dtype:
-                raise ValueError(
-                    f"parameter {name} is {parameter.dtype} and its gradient {view.dtype}: syncs "
-                    "take gradients of the parameters' dtype"
-                )
+        _views_and_parameters(bucket)  # raises for gradients of another dtype

@@ -18,8 +18,9 @@ from fastcomm.reducer import validation
 from fastcomm.reducer.features.compatibility import Feature, check
 from fastcomm.reducer.reducer import Reducer
 
-# They look at each element by itself, so that a parameter may be cut.
-_ELEMENTWISE = (
+# They look at each element by itself, so that a parameter may be cut. A class derived from one of
+# these need not.
+ELEMENTWISE = (
     torch.optim.SGD,
     torch.optim.Adam,
     torch.optim.AdamW,
@@ -36,13 +37,6 @@ _REFUSED = {
     torch.optim.LBFGS: "LBFGS looks at all parameters together: use another optimizer",
     torch.optim.SparseAdam: "SparseAdam steps sparse gradients: use it without sharding",
 }
-
-
-def is_elementwise(optimizer_class: object) -> bool:
-    """Whether it is known to look at each element by itself. A class derived from such a one need
-    not.
-    """
-    return optimizer_class in _ELEMENTWISE
 
 
 def refuse(optimizer_class: object, defaults: dict[str, Any], reducer: Reducer) -> None:
@@ -66,16 +60,6 @@ def misuse(given: object) -> TypeError:
 
 
 # -- parameter groups ------------------------------------------------------------------------------
-
-
-def listed(params: Iterable[Any]) -> list[Any]:
-    """The parameters, or groups of them. Raises TypeError for anything but an iterable."""
-    if not isinstance(params, Iterable):
-        raise TypeError(
-            f"params must be parameters, or groups of them; got {params!r} (options go by name: "
-            "lr=1e-3)"
-        )
-    return list(params)
 
 
 def refuse_groups(groups: list[dict[str, Any]], named: dict[str, Parameter]) -> None:

@@ -82,7 +82,7 @@ class ShardedOptimizer(Optimizer):
         if not isinstance(reducer, Reducer):
             raise shardable.misuse(reducer)
         self.reducer, self._class, self._defaults = reducer, optimizer_class, defaults
-        cuts = shardable.is_elementwise(optimizer_class) if elementwise is None else elementwise
+        cuts = optimizer_class in shardable.ELEMENTWISE if elementwise is None else elementwise
         self.sharding = Sharding(keep_gradients, cuts)
         plain = self._make_plain(params)
         super().__init__([dict(group) for group in plain.param_groups], plain.defaults)
@@ -121,7 +121,7 @@ class ShardedOptimizer(Optimizer):
                 "elementwise": self.sharding.cuts,
             }
             shardable.refuse(self._class, self._defaults, reducer)
-            groups = list(named.values()) if params is None else shardable.listed(params)
+            groups = list(named.values()) if params is None else params
             plain = self._class(groups, **self._defaults)
             shardable.refuse_groups(plain.param_groups, named)
             buffers = model.named_buffers() if isinstance(model, Module) else ()

@@ -370,7 +370,7 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     (torch.optim.SparseAdam, {}, "SparseAdam steps sparse gradients"),
     (torch.optim.SGD, {"lr": 0.1, "differentiable": True}, "differentiable"),
     (torch.optim.SGD, {"lr": -1.0}, "Invalid learning rate"),
-    (torch.optim.SGD, {"params": 0.1}, r"got 0\.1 \(options go by name: lr="),
+    (torch.optim.SGD, {"params": 0.1}, "'float' object is not iterable"),
     (torch.optim.SGD([torch.zeros(1)], lr=0.1), {}, "class of an optimizer"),
 ]
 
