@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 from torch.utils.hooks import RemovableHandle
 
-
-class ForwardListener(Protocol):
-    """Hears when a forward begins and ends, and when a backward reaches its output."""
-
-    def begin_forward(self) -> None: ...
-    def end_forward(self) -> None: ...
-    def reach_output(self) -> None: ...
+from fastcomm.insight.recorder import Phases, Recorder
 
 
-def watch_forward(model: nn.Module, listener: ForwardListener) -> list[RemovableHandle]:
+def watch_forward(model: nn.Module, listener: Recorder | Phases) -> list[RemovableHandle]:
     """Tells the listener when the module's forward begins and ends, and when a backward reaches its
     output. In what torch.compile traces there is nothing to see.
     """
@@ -29,7 +23,7 @@ def watch_forward(model: nn.Module, listener: ForwardListener) -> list[Removable
 class _Hooks:
     """Those of one module. On a copy of the module they do nothing."""
 
-    def __init__(self, listener: ForwardListener | None = None) -> None:
+    def __init__(self, listener: Recorder | Phases | None = None) -> None:
         self._listener = listener
 
     def __reduce__(self) -> Any:

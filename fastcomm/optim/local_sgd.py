@@ -341,10 +341,10 @@ class DiLoCo(LocalSGD):
     ) -> dict[str, Any]:
         """Copies the parameters, and makes the optimizer of the copies. Returns its options."""
         # in the model's order, which does not depend on the buckets
-        reduced = {n: p for n, p in self.reducer.named_parameters() if n in self._names}
+        reduced = ((n, p) for n, p in self.reducer.named_parameters() if n in self._names)
         # equal on all ranks: what a sync averages is how far this rank's are from them
-        self._outer = {name: Parameter(p.detach().clone()) for name, p in reduced.items()}
-        self._versions = {name: p._version for name, p in reduced.items()}  # until the first step
+        self._outer = {name: Parameter(p.detach().clone()) for name, p in reduced}
+        self._has_stepped = False
         outer = make(list(self._outer.values()), **defaults)
         if not isinstance(outer, Optimizer):
             raise TypeError(f"outer_optimizer must make an optimizer of torch.optim; got {outer!r}")
@@ -359,16 +359,15 @@ class DiLoCo(LocalSGD):
         """For the reducer: raises FastcommError before the first step if a parameter is not what
         was copied.
         """
-        versions, self._versions = self._versions, {}
-        for name, parameter in self.reducer.named_parameters() if versions else ():
-            is_written_to = versions.get(name, parameter._version) != parameter._version
-            if is_written_to and not torch.equal(parameter, self._outer[name]):
-                self._versions = versions
+        named = () if self._has_stepped else self.reducer.named_parameters()
+        for name, parameter in named:
+            if name in self._outer and not torch.equal(parameter, self._outer[name]):
                 raise FastcommError(
                     f"parameter {name} was changed after DiLoCo() had copied it, and syncs "
                     "would pull it back: load or change parameters first, and then make the "
                     "DiLoCo, on every rank; or load a checkpoint of both"
                 )
+        self._has_stepped = True
 
     @torch.no_grad()
     def _fill(self, bucket: Bucket) -> None:
@@ -423,7 +422,7 @@ class DiLoCo(LocalSGD):
 
     def _load(self, state_dict: dict[str, Any]) -> None:
         super()._load(state_dict)
-        self._versions = {}
+        self._has_stepped = True
         self.outer_optimizer.load_state_dict(self._read(state_dict).numbered())
         with torch.no_grad():
             for name, outer in self._outer.items():
