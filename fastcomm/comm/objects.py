@@ -11,7 +11,7 @@ import hashlib
 import io
 import re
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -67,6 +67,17 @@ def on_host(comm: Transport, result: Tensor) -> Tensor:
     result = result.cpu()
     comm.check()
     return result
+
+
+def gather_numbers(
+    comm: Transport, numbers: Sequence[float], dtype: torch.dtype = torch.int64
+) -> list[list[Any]]:
+    """Every rank's numbers, by rank; as many on each. Waits for the device."""
+    own = torch.tensor(numbers, dtype=dtype, device=comm.device)
+    gathered = own.new_empty(comm.world_size * len(numbers))
+    comm.all_gather_single(gathered, own)
+    by_rank: list[list[Any]] = on_host(comm, gathered).view(comm.world_size, -1).tolist()
+    return by_rank
 
 
 def gather_objects(comm: Transport, value: Any, call: str) -> list[Any]:
@@ -153,9 +164,7 @@ def _announced(comm: Transport, number: int) -> list[int]:
     """Every rank's number, by rank: a digest, which is negative, or how many bytes it has. Raises
     MismatchError where only some have a digest.
     """
-    numbers = torch.empty(comm.world_size, dtype=torch.int64, device=comm.device)
-    comm.all_gather_single(numbers, torch.full_like(numbers[:1], number))
-    by_rank: list[int] = on_host(comm, numbers).tolist()
+    by_rank = [theirs for (theirs,) in gather_numbers(comm, [number])]
     by_rank[comm.rank] = number
     for rank, theirs in enumerate(by_rank):
         if (theirs < 0) != (number < 0):

@@ -9,11 +9,10 @@ from itertools import product
 from operator import index
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from fastcomm.comm.collective import check_apart, check_out, check_root, real_numel, shard_of
-from fastcomm.comm.objects import called_by, on_host
+from fastcomm.comm.objects import called_by, gather_numbers
 from fastcomm.comm.transport import Transport
 from fastcomm.errors import MismatchError
 
@@ -90,19 +89,16 @@ def exchanged(
 def _agreed(comm: Transport, sent: list[int], expected: list[int]) -> list[list[int]]:
     """How many elements each rank sends to each: by sender, then by receiver."""
     n = comm.world_size
-    table = torch.empty((n, 2, n), dtype=torch.int64, device=comm.device)
-    own = torch.tensor([sent, expected], dtype=torch.int64, device=comm.device)
-    comm.all_gather_single(table, own)
-    sent_by, expected_by = on_host(comm, table).unbind(1)
+    rows = gather_numbers(comm, [*sent, *expected])
+    sent_by, expected_by = [row[:n] for row in rows], [row[n:] for row in rows]
     for src, dst in product(range(n), repeat=2):
-        if sent_by[src, dst] != expected_by[dst, src]:
+        if sent_by[src][dst] != expected_by[dst][src]:
             raise MismatchError(
-                f"all_to_all_single: rank {src} sends {sent_by[src, dst]} elements to rank {dst}, "
-                f"which expects {expected_by[dst, src]}: in_splits of one must be the other's "
+                f"all_to_all_single: rank {src} sends {sent_by[src][dst]} elements to rank {dst}, "
+                f"which expects {expected_by[dst][src]}: in_splits of one must be the other's "
                 "out_splits"
             )
-    agreed: list[list[int]] = sent_by.tolist()
-    return agreed
+    return sent_by
 
 
 def _numels(

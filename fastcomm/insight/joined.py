@@ -10,9 +10,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
-
-from fastcomm.comm.objects import gather_objects, on_host
+from fastcomm.comm.objects import gather_numbers, gather_objects
 from fastcomm.comm.transport import Transport
 from fastcomm.insight.steps import BucketPlan, Step
 from fastcomm.launching.bootstrap import host_identity
@@ -70,9 +68,7 @@ def offsets_to_rank_0(comm: Transport, hosts: Sequence[str], call: str) -> list[
 def _meet(comm: Transport) -> tuple[int, int]:
     """When this rank came to a meeting of all ranks, and when it left."""
     before = time.monotonic_ns()
-    all_came = torch.empty(comm.world_size, dtype=torch.int64, device=comm.device)
-    comm.all_gather_single(all_came, torch.zeros_like(all_came[:1]))
-    on_host(comm, all_came)
+    gather_numbers(comm, [0])
     return before, time.monotonic_ns()
 
 

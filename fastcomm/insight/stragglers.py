@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from fastcomm.comm.objects import on_host
+from fastcomm.comm.objects import gather_numbers, on_host
 from fastcomm.comm.transport import Transport
 from fastcomm.insight.forward import watch_forward
 from fastcomm.insight.recorder import (
@@ -41,7 +41,6 @@ WINDOW_S = 2.0  # that lie about so far apart
 LEAST_SHARE = 0.05  # of a step, that a straggler is late by
 # Rank 0 warns from this share of a step and this many ms on, after so many windows in a row.
 WARNING_SHARE, WARNING_WINDOWS, WARNING_MS = 0.1, 3, 1.0
-_DTYPE = torch.float64
 _log = logging.getLogger("fastcomm")
 
 
@@ -127,11 +126,7 @@ class Stragglers:
         n = n_rounds - self._began_at
         sees_forward = self.phases.sees_forward
         spent = self._measured() if comm.has_streams else self.phases.take()
-        facts = [*(ns / n for ns in spent), sees_forward]
-        own = torch.tensor(facts, dtype=_DTYPE, device=comm.device)
-        told = torch.empty(comm.world_size * own.numel(), dtype=_DTYPE, device=comm.device)
-        comm.all_gather_single(told, own)
-        ranks = on_host(comm, told).view(comm.world_size, -1).tolist()
+        ranks = gather_numbers(comm, [*(ns / n for ns in spent), sees_forward], torch.float64)
         step_s = sum(ranks[0][:-1]) / 1e9
         wanted = int(WINDOW_S / step_s) if step_s > 0 else MOST_ROUNDS
         self._began_at = n_rounds
@@ -164,8 +159,7 @@ class Stragglers:
         return True
 
     def _measured(self) -> list[float]:
-        mark = torch.zeros(1, dtype=_DTYPE, device=self._comm.device)
-        on_host(self._comm, mark)  # all marks are reached
+        on_host(self._comm, torch.zeros(1, device=self._comm.device))  # all marks are reached
         return self.phases.take_measured()
 
     def warn(self) -> None:

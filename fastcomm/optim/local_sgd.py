@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import LBFGS, Optimizer
 
-from fastcomm.comm.objects import on_host
+from fastcomm.comm.objects import gather_numbers, on_host
 from fastcomm.comm.transport import Transport
 from fastcomm.errors import FastcommError, MismatchError
 from fastcomm.optim import checkpoints
@@ -496,11 +496,8 @@ def _compare(comm: Transport, standing: tuple[int, int]) -> FastcommError | None
     """Returns an error that every rank gets, so that none has to tell the others: how the standings
     differ, or what has ended the comparison. Waits for the device.
     """
-    own = torch.tensor(standing, dtype=torch.int64, device=comm.device)
-    gathered = torch.empty(comm.world_size * own.numel(), dtype=own.dtype, device=comm.device)
     try:
-        comm.all_gather_single(gathered, own)
-        rows = on_host(comm, gathered).view(comm.world_size, -1).tolist()
+        rows = gather_numbers(comm, standing)
     except FastcommError as error:
         return error
     if all(row == rows[0] for row in rows):

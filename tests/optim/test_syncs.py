@@ -419,7 +419,7 @@ def interrupted(kind, method, after=False):
 
 
 PARTS = {
-    "comparing": (local_sgd, "on_host"),
+    "comparing": (local_sgd, "gather_numbers"),
     "launched": (Round, "commit", True),
     "waiting": (Bucket, "finish"),
 }

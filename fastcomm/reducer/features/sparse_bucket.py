@@ -21,7 +21,7 @@ from torch.nn import Parameter
 from fastcomm.comm import words
 from fastcomm.comm.collective import BUCKET_OPS, SKIP, as_pairs
 from fastcomm.comm.communicator import Work
-from fastcomm.comm.objects import on_host
+from fastcomm.comm.objects import gather_numbers
 from fastcomm.comm.transport import BucketWork, Transport, Weight
 from fastcomm.errors import FastcommError, MismatchError
 from fastcomm.reducer.bucket import Bucket, Inspection
@@ -237,10 +237,7 @@ class SparseBucket(Bucket):
 
     def _exchange(self, own: Offer) -> list[Offer]:
         """Every rank's offer. Raises MismatchError, on every rank, if their ops or steps differ."""
-        mine = torch.tensor(own.numbers(), dtype=torch.int64, device=self._comm.device)
-        everyone = mine.new_empty(self._comm.world_size * len(mine))
-        self._comm.all_gather_single(everyone, mine)
-        table = on_host(self._comm, everyone).view(self._comm.world_size, -1).tolist()
+        table = gather_numbers(self._comm, own.numbers())
         offers = []
         for rank, row in enumerate(table):
             try:
