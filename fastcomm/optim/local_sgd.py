@@ -28,9 +28,9 @@ from fastcomm.errors import FastcommError, MismatchError
 from fastcomm.optim import checkpoints
 from fastcomm.reducer import validation
 from fastcomm.reducer.bucket import Bucket
+from fastcomm.reducer.extension import LocalSteps
 from fastcomm.reducer.features.compatibility import Feature, check
 from fastcomm.reducer.features.defer_signals import defer_signals
-from fastcomm.reducer.features.local_steps import LocalSteps
 from fastcomm.reducer.optimizer_hooks import SteppedSlots
 from fastcomm.reducer.reducer import Reducer
 from fastcomm.reducer.round import Round, State

@@ -66,3 +66,14 @@ class RoundExtension(ProcessBound):
         """For the reducer: what was to come into the next round is dropped: the step was abandoned
         between rounds, a join() has ended, or the reducer has let go of its model and its buckets.
         """
+
+
+class LocalSteps(RoundExtension):
+    """Base class of LocalSGD and DiLoCo: installed while each rank steps by itself."""
+
+    instead = ", and save its state_dict()"
+
+    @property
+    def is_agreed(self) -> bool:
+        """For the reducer: whether all parameters are agreed on since this rank's last step."""
+        raise NotImplementedError

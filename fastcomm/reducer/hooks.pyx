@@ -38,7 +38,7 @@ cdef class ReducerFlags:
     """The part of a reducer that the hooks read; base class of Reducer."""
 
     cdef public bint reduces_backwards  # False inside no_sync
-    cdef public bint steps_alone  # each rank steps with its own gradients: see local_steps.py
+    cdef public bint steps_alone  # each rank steps with its own gradients: see LocalSteps
     cdef public bint overlap
     cdef public RoundFlags round  # the open round, or None
     # gradients that backwards inside no_sync have made since the last round

@@ -173,9 +173,3 @@ def values_of(gradient: Tensor) -> Tensor:
     """What norms and counts look at: of a sparse gradient its values, one for each row."""
     values = gradient.coalesce().values() if gradient.is_sparse else gradient
     return values.resolve_conj()
-
-
-def scale_(gradient: Tensor, factor: Tensor) -> None:
-    """Multiplies a gradient by a scalar on its device."""
-    values = gradient._values() if gradient.is_sparse else gradient
-    values.mul_(factor)

@@ -41,7 +41,7 @@ from fastcomm.reducer.autograd import (
     refuse_compiled_autograd,
 )
 from fastcomm.reducer.bucket import Bucket
-from fastcomm.reducer.extension import RoundExtension
+from fastcomm.reducer.extension import LocalSteps, RoundExtension
 from fastcomm.reducer.features import sparsity
 from fastcomm.reducer.features.audit import Audit
 from fastcomm.reducer.features.compatibility import Feature, check
@@ -49,7 +49,6 @@ from fastcomm.reducer.features.compiled import Compiled
 from fastcomm.reducer.features.defer_signals import all_or_none
 from fastcomm.reducer.features.elastic import Behind, Elastic, compare_ranks, elastic
 from fastcomm.reducer.features.join import Join, T, is_joining
-from fastcomm.reducer.features.local_steps import LocalSteps
 from fastcomm.reducer.features.observer import RoundObserver, is_profiled
 from fastcomm.reducer.features.progress import Stateful
 from fastcomm.reducer.features.shards import ShardedBy, Sharding
@@ -462,7 +461,10 @@ class Reducer(ProcessBound, ReducerFlags):
     def _refuse_local_steps(self, what: str) -> None:
         local_steps = self.find(LocalSteps)
         if local_steps is not None:
-            local_steps.refuse(what)
+            raise FastcommError(
+                f"{what} was called while {type(local_steps).__name__} lets each rank step with "
+                "its own gradients: call its finish() first, on every rank"
+            )
 
     @property
     def awaits_round(self) -> bool:
@@ -482,7 +484,7 @@ class Reducer(ProcessBound, ReducerFlags):
         if sharded_by is not None and not sharded_by.is_gone:
             present[Feature.SHARDED] = Feature.SHARDED.value
         if local_steps is not None:
-            present[Feature.LOCAL_STEPS] = local_steps.name
+            present[Feature.LOCAL_STEPS] = type(local_steps).__name__
         if self.planner.is_measuring:
             present[Feature.MEASURING] = Feature.MEASURING.value
         if is_joining(self.comm):
@@ -857,7 +859,7 @@ class Reducer(ProcessBound, ReducerFlags):
         skipping = self._skipping()
         skipping.refuse_vote()
         self._refuse_late_vote()
-        skipping.cast_vote("called skip_step()")
+        skipping.vote = skipping.vote or "called skip_step()"
         if self.round is not None:
             self.round.votes_to_skip = True
 
@@ -1029,7 +1031,12 @@ class Reducer(ProcessBound, ReducerFlags):
         """
         local_steps, sharded_by = self.find(LocalSteps), self.find(ShardedBy)
         if local_steps is not None:
-            local_steps.refuse_comparison(self.comm)
+            with validation.agreeing(self.comm, validation.CHECK_IN_SYNC):
+                if not local_steps.is_agreed:
+                    raise FastcommError(
+                        "it has made steps of its own since the ranks synced: call sync() of "
+                        f"{type(local_steps).__name__} before you compare the ranks"
+                    )
         kind = type(optimizer).__qualname__
         if sharded_by is not None:
             kind = sharded_by.described(optimizer)

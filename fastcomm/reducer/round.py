@@ -34,7 +34,6 @@ class State(enum.Enum):
     """How far a round has come."""
 
     OPEN = "open"
-    LAUNCHING = "launching"
     COMMITTED = "committed"
     SETTLED = "settled"
     SKIPPED = "skipped"
@@ -103,12 +102,12 @@ class Round(RoundFlags):
             return self._result
         if self.buckets[-1].is_launched:
             return State.COMMITTED
-        return State.LAUNCHING if self._n_launched else State.OPEN
+        return State.OPEN
 
     @property
     def is_committed(self) -> bool:
         """Whether the other ranks count on this one's part, or have had it."""
-        return self.state not in (State.OPEN, State.LAUNCHING)
+        return self.state is not State.OPEN
 
     def weigh(self, op: str, weight: Weight) -> None:
         """Let this rank's gradients count so much. op: one of collective.WEIGHTED_OPS."""

@@ -170,29 +170,6 @@ def test_attach_may_be_tried_again_on_all_ranks_when_it_has_failed_on_one(comm):
     assert_gradients(model, expected)
 
 
-@on_ranks(2)
-def test_a_failure_that_nobody_abandoned_hides_none_of_a_later_backward(comm):
-    """The reducer has abandoned the first one by itself; the second is abandoned by hand."""
-    model, _, _ = attached(comm)
-    n_before = comm.n_abandoned
-    for step in (8, 9):  # rank 1 fails in both, the second time before the first gradient
-        finish_together(comm)
-        try:
-            if step == 8:
-                _step_that_may_fail(model, comm, step)
-            else:
-                Fail.apply(loss_of(model, comm.rank, step), comm.rank == 1).backward()
-                hear_of_it(comm)
-        except RuntimeError:
-            if step == 9:
-                comm.abandon()
-        model.zero_grad()
-    assert comm.n_abandoned == n_before + 2
-    expected = mean_gradients(model, comm.world_size, backward)
-    backward(model, comm.rank)
-    assert_gradients(model, expected)
-
-
 # A step abandoned in a hook
 
 

@@ -94,11 +94,6 @@ class Skipping(RoundExtension):
                 f"{self._options.op} may lose: use op sum or mean"
             )
 
-    def cast_vote(self, why: str) -> None:
-        """Vote to skip the current round, or the next if none is open."""
-        if self.vote is None:
-            self.vote = why
-
     # -- a round -----------------------------------------------------------------------------------
 
     def before_round(self, round: Round) -> None:

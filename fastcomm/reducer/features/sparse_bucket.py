@@ -33,7 +33,7 @@ from fastcomm.reducer.features.sparse_rows import (
     rows_of,
     sparse_of,
 )
-from fastcomm.reducer.layout import kind_of, scale_, values_of
+from fastcomm.reducer.layout import kind_of, values_of
 from fastcomm.reducer.validation import grad_dtype, misfit
 from fastcomm.transports.cuda.driver import Producers
 
@@ -359,7 +359,8 @@ class SparseBucket(Bucket):
     def scale_(self, factor: Tensor) -> None:
         for parameter in self.parameters:
             if parameter is not None and parameter.grad is not None:
-                scale_(parameter.grad, factor)
+                grad = parameter.grad
+                (grad._values() if grad.is_sparse else grad).mul_(factor)
 
 
 class _SparseWork(BucketWork):

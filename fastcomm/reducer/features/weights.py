@@ -178,11 +178,9 @@ class Weighting(RoundExtension):
             round.weigh(WEIGHTED_OPS[self._of], Weight(total, scale))
 
     def after_round(self, round: Round) -> None:
-        """Forget the weights, which hold for one round."""
         self.forget()
 
     def dropped(self) -> None:
-        """Forget the weights."""
         self.forget()
 
 
