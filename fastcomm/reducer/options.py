@@ -4,12 +4,11 @@ ranks compare them, and a reducer in words.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from fastcomm.comm.collective import (
     LINEAR_OPS,
@@ -18,7 +17,8 @@ from fastcomm.comm.collective import (
     refuse_error_feedback,
 )
 from fastcomm.comm.transport import Transport
-from fastcomm.reducer.features.compatibility import Feature, check
+from fastcomm.reducer.features.compatibility import Feature, check, why_not
+from fastcomm.reducer.validation import Model, NamedParameters
 
 AUTO = "auto"  # a bucket_cap_mb: see plan.py
 DEFAULT_CAP_MB = 25.0
@@ -98,11 +98,31 @@ class Options:
             refuse_error_feedback(comm.backend)
         return comm
 
-    def refuse_parameters(self, named: Sequence[tuple[str, Tensor]]) -> None:
-        """Raises ValueError for parameters whose gradients cannot be reduced by this op."""
+    def sparse_names(self, model: Model, named: NamedParameters) -> set[str]:
+        """The names of the trainable parameters whose gradients may be sparse: those of embeddings
+        made with sparse=True, and the declared ones. named: all of the model's.
+        """
+        modules = model.modules() if isinstance(model, nn.Module) else ()
+        embeddings = (m for m in modules if isinstance(m, (nn.Embedding, nn.EmbeddingBag)))
+        found = {id(embedding.weight) for embedding in embeddings if embedding.sparse}
+        declared = self.sparse_parameters
+        return {n for n, p in named if p.requires_grad and (id(p) in found or n in declared)}
+
+    def refuse_parameters(self, model: Model, named: NamedParameters, *, is_sharded: bool) -> None:
+        """Raises ValueError for parameters whose gradients cannot be reduced with these options."""
         for name, p in named:
             if p.requires_grad and p.is_complex() and self.op not in LINEAR_OPS:
                 raise ValueError(complex_refusal(f"the gradient of parameter {name}", self.op))
+        for name in self.sparse_parameters:
+            if name not in dict(named):
+                raise ValueError(f"sparse_parameters: the model has no parameter {name}")
+        present = self.features()
+        if is_sharded:
+            present[Feature.SHARDED] = Feature.SHARDED.value
+        sparse = self.sparse_names(model, named)
+        trouble = why_not(Feature.SPARSE, present)
+        if sparse and trouble is not None:
+            raise ValueError(f"the gradient of parameter {min(sparse)} is sparse: {trouble}")
 
     def described(self) -> dict[str, Any]:
         """The options by name, for comparison: ranks that differ here would reduce different

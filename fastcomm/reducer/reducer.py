@@ -42,7 +42,6 @@ from fastcomm.reducer.autograd import (
 )
 from fastcomm.reducer.bucket import Bucket
 from fastcomm.reducer.extension import LocalSteps, RoundExtension
-from fastcomm.reducer.features import sparsity
 from fastcomm.reducer.features.audit import Audit
 from fastcomm.reducer.features.compatibility import Feature, check
 from fastcomm.reducer.features.compiled import Compiled
@@ -220,7 +219,7 @@ class Reducer(ProcessBound, ReducerFlags):
         model: validation.Described = []
         with validation.agreeing(self.comm, validation.ATTACH, model) as described:
             self._refuse(source, named)
-            sparse = sparsity.find(source, named, self.options.sparse_parameters)
+            sparse = self.options.sparse_names(source, named)
             tensors = validation.named_tensors(source)
             described |= self.options.described()
             model += validation.signature(named, tensors, sparse)
@@ -247,8 +246,8 @@ class Reducer(ProcessBound, ReducerFlags):
                 "model"
             )
         validation.refuse_model(source, named, self.comm, is_owned)
-        sparsity.refuse(source, named, self.options, self.sharding())
-        self.options.refuse_parameters(named)
+        is_sharded = self.sharding() is not None
+        self.options.refuse_parameters(source, named, is_sharded=is_sharded)
 
     def hook_up(self, source: Model) -> None:
         """For the reducer: make the buckets, as they are planned now, and hook the parameters.
@@ -256,7 +255,7 @@ class Reducer(ProcessBound, ReducerFlags):
         """
         named = named_parameters(source)
         trainable = [(name, p) for name, p in named if p.requires_grad]
-        sparse = sparsity.find(source, named, self.options.sparse_parameters)
+        sparse = self.options.sparse_names(source, named)
         try:
             self.buckets = make_buckets(self, trainable, sparse)
         except BaseException as error:
