@@ -655,8 +655,6 @@ class Reducer(ProcessBound, ReducerFlags):
                 with all_or_none(self.comm):
                     self._stragglers.tell(self.n_rounds)
         self._stragglers.warn()
-        if self._audit is not None:
-            self._audit.raise_trouble()
 
     def _replan(self, *, can_replan: bool) -> None:
         """See Planner.after_round."""

@@ -74,17 +74,12 @@ def n_nonfinite_in_result(buckets: Sequence[Bucket], comm: Transport) -> int:
     total = _total(known, comm.device) if comm.has_streams else sum(map(int, known))
     unknown = [b for b, count in zip(buckets, counts, strict=True) if count is None]
     if unknown:
-        here = _total([_n_nonfinite_in_part(bucket) for bucket in unknown], comm.device)
+        parts = [bucket.reduced_part() for bucket in unknown]
+        here = _count_nonfinite([p for p in parts if not screened(p).isfinite()], comm.device)
         if _in_shards(buckets) is not None:
             comm.all_reduce(here)
         total = total + here
     return int(total)
-
-
-def _n_nonfinite_in_part(bucket: Bucket) -> Tensor:
-    """Counts in what this rank has of the result."""
-    part = bucket.reduced_part()
-    return _count_nonfinite([] if screened(part).isfinite() else [part], part.device)
 
 
 def screened(tensor: Tensor) -> Tensor:

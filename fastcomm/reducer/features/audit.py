@@ -39,23 +39,18 @@ class Audit:
 
     def compare(self, reducer: Reducer) -> None:
         """A round has ended. Collective if it is one of those. Where something differs, drops its
-        gradients on every rank.
+        gradients, and raises MismatchError, on every rank. May be called again after a signal
+        handler has raised in it.
         """
         if self._comm.has_streams:
             self._comm.refuse_capture("audit")
         is_done = self._compared == reducer.n_rounds
-        if is_done or reducer.n_rounds % self._every or is_joining(self._comm):
-            return
-        with all_or_none(self._comm):
-            self._trouble = self._compare(reducer)
-            self._compared = reducer.n_rounds
-            if self._trouble is not None:  # here, as a signal may raise where the block ends
-                reducer.drop_step()
-
-    def raise_trouble(self) -> None:
-        """Raises MismatchError for what the comparison has found, once: after all that the ranks do
-        together.
-        """
+        if not (is_done or reducer.n_rounds % self._every or is_joining(self._comm)):
+            with all_or_none(self._comm):
+                self._trouble = self._compare(reducer)
+                self._compared = reducer.n_rounds
+                if self._trouble is not None:  # here, as a signal may raise where the block ends
+                    reducer.drop_step()
         trouble, self._trouble = self._trouble, None
         if trouble is not None:
             raise MismatchError(trouble)
