@@ -42,7 +42,6 @@ from fastcomm.launching.rendezvous import connect, greet
 from fastcomm.torch_backend.ddp_buckets import lend_memory_to_ddp
 from fastcomm.torch_backend.gloo_engine import GlooEngine, Peers
 from fastcomm.torch_backend.work import (
-    CallCounter,
     Finished,
     SharedCommunicator,
     hold_works_of_join,
@@ -73,12 +72,11 @@ _DONE = Finished([])
 
 
 def _left_to_engine(name: str, place: int) -> Callable[..., c10d.Work]:
-    """The method for a collective that torch's engine does alone. place: of the argument whose
+    """The method for a call that torch's engine carries out alone. place: of the argument whose
     first tensor says on which device.
     """
 
     def call(group: ProcessGroup, *arguments: Any) -> c10d.Work:
-        group._count()
         return group._by_engine(name, arguments[place][0], *arguments)
 
     return call
@@ -111,8 +109,6 @@ class ProcessGroup(dist.ProcessGroup):
         self._timeout: timedelta = options.timeout
         # Rank r of this group is rank members[r] of all.
         self._members: list[int] = options.global_ranks_in_group or list(range(self.size()))
-        self._calls = CallCounter()
-        self._count = self._calls.count
         self._nccl_lock = threading.Lock()
         self._nccl: SharedCommunicator | None = None
         caller = _INIT if dist.group.WORLD is None else _NEW_GROUP
@@ -255,20 +251,12 @@ class ProcessGroup(dist.ProcessGroup):
         if lost:
             raise PeerLostError(f"{in_words(lost)} died", [one.rank for one in lost])
 
-    def _get_sequence_number_for_group(self) -> int:
-        """How many collectives this rank has called on the group.
-
-        Ranks that have made the same calls have the same number. send and recv do not count.
-        """
-        return self._calls.value()
-
     def _set_sequence_number_for_group(self) -> None:
-        """Not needed: every rank counts from zero."""
+        """torch calls it for every group, and warns from 2.15 on of one that has it not."""
 
     # -- collectives: the fast path, else torch's engine --
 
     def allreduce(self, tensors: list[Tensor], opts: Any = _ALL_REDUCE) -> c10d.Work:
-        self._count()
         op = _OPS.get(hash(opts.reduceOp))
         tensor = tensors[0]
         shared = self._transport(tensor)
@@ -285,7 +273,6 @@ class ProcessGroup(dist.ProcessGroup):
     def allreduce_coalesced(
         self, tensors: list[Tensor], opts: Any = _ALL_REDUCE_COALESCED
     ) -> c10d.Work:
-        self._count()
         op = _OPS.get(hash(opts.reduceOp))
         shared = _common(map(self._transport, tensors))
         if shared is None or op is None:
@@ -306,7 +293,6 @@ class ProcessGroup(dist.ProcessGroup):
         return shared.run(calls, tensors, list(zip(tensors, flats, strict=True)), is_async(opts))
 
     def broadcast(self, tensors: list[Tensor], opts: Any = _BROADCAST) -> c10d.Work:
-        self._count()
         tensor = tensors[0]
         shared = self._mover(tensor)
         if shared is None or len(tensors) != 1:
@@ -320,7 +306,6 @@ class ProcessGroup(dist.ProcessGroup):
     def allgather(
         self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = _ALL_GATHER
     ) -> c10d.Work:
-        self._count()
         tensor = inputs[0]
         shared = self._mover(tensor)
         if shared is None or len(inputs) != 1 or not self._are_alike(outputs[0], tensor):
@@ -342,7 +327,6 @@ class ProcessGroup(dist.ProcessGroup):
     def all_gather_single_coalesced(
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = _ALL_GATHER
     ) -> c10d.Work:
-        self._count()
         shared = _common(map(self._mover, inputs))
         if shared is None:
             pairs = zip(outputs, inputs, strict=True)
@@ -358,7 +342,6 @@ class ProcessGroup(dist.ProcessGroup):
         if are_alike and hash(opts.reduceOp) in _OPS and self._transport(output) is not None:
             whole = torch.cat([part.detach().reshape(-1) for part in parts])
             return self._reduce_scatter_base(output, whole, opts)
-        self._count()
         if output.is_cpu:
             return self._gloo.reduce_scatter(output, parts, opts)
         return self._by_engine("reduce_scatter", output, outputs, inputs, opts)
@@ -371,7 +354,6 @@ class ProcessGroup(dist.ProcessGroup):
     def reduce_scatter_single_coalesced(
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = _REDUCE_SCATTER
     ) -> c10d.Work:
-        self._count()
         op = _OPS.get(hash(opts.reduceOp))
         shared = _common(map(self._transport, inputs))
         if shared is None or op is None:
@@ -403,7 +385,6 @@ class ProcessGroup(dist.ProcessGroup):
         return shared.run(calls, outputs, list(zip(outputs, flats, strict=True)), is_async(opts))
 
     def barrier(self, opts: Any = _BARRIER) -> c10d.Work:
-        self._count()
         device = opts.device or torch.device("cpu")
         shared = self._nccl_on(device) if device.type == "cuda" else self._cpu
         return shared.run([shared.comm.barrier], [], [], is_async(opts))
@@ -423,6 +404,9 @@ class ProcessGroup(dist.ProcessGroup):
     gather = _left_to_engine("gather", 1)
     scatter = _left_to_engine("scatter", 0)
     allgather_coalesced = _left_to_engine("allgather_coalesced", 1)
+    send = _left_to_engine("send", 0)
+    recv = _left_to_engine("recv", 0)
+    recv_anysource = _left_to_engine("recv_anysource", 0)
 
     def all_to_all_single(
         self,
@@ -432,14 +416,12 @@ class ProcessGroup(dist.ProcessGroup):
         input_split_sizes: list[int],
         opts: Any = _ALL_TO_ALL,
     ) -> c10d.Work:
-        self._count()
         sizes = output_split_sizes, input_split_sizes
         return self._by_engine("alltoall_base", input, output, input, *sizes, opts)
 
     def alltoall(
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = _ALL_TO_ALL
     ) -> c10d.Work:
-        self._count()
         if not inputs[0].is_cpu:
             return self._by_engine("alltoall", inputs[0], outputs, inputs, opts)
         # Gloo does not take lists.
@@ -456,15 +438,6 @@ class ProcessGroup(dist.ProcessGroup):
             ]
         )
         return Finished(outputs)
-
-    def send(self, tensors: list[Tensor], dst: int, tag: int) -> c10d.Work:
-        return self._by_engine("send", tensors[0], tensors, dst, tag)
-
-    def recv(self, tensors: list[Tensor], src: int, tag: int) -> c10d.Work:
-        return self._by_engine("recv", tensors[0], tensors, src, tag)
-
-    def recv_anysource(self, tensors: list[Tensor], tag: int) -> c10d.Work:
-        return self._by_engine("recv_anysource", tensors[0], tensors, tag)
 
     # torch 2.13's names, beside the older ones.
     all_gather_single = _allgather_base

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
@@ -46,22 +45,6 @@ def is_async(opts: Any) -> bool:
     Work.
     """
     return getattr(opts, "asyncOp", True)
-
-
-class CallCounter:
-    """Counts a group's collectives. Threads may call `count` at once: it is atomic."""
-
-    def __init__(self) -> None:
-        self._numbers = itertools.count()
-        self.count = self._numbers.__next__
-        self._lock = threading.Lock()
-        self._n_reads = 0  # each takes a number, too
-
-    def value(self) -> int:
-        with self._lock:
-            n_calls = self.count() - self._n_reads
-            self._n_reads += 1
-            return n_calls
 
 
 class SharedCommunicator:

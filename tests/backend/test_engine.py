@@ -188,33 +188,6 @@ def test_who_has_sent_is_known(comm):
         dist.send(torch.ones(3), 0)
 
 
-# ---- sequence numbers ----
-
-
-@on_ranks(3)
-def test_the_sequence_number_grows_with_every_collective_and_is_the_same_on_all_ranks(comm):
-    group, n = world(), comm.world_size
-    group._set_sequence_number_for_group()
-    numbers = [group._get_sequence_number_for_group()]
-    for call in (
-        lambda: dist.all_reduce(torch.ones(3)),
-        lambda: dist.all_reduce(_bytes()),
-        lambda: dist.reduce_scatter(torch.ones(2), [torch.ones(2)] * n),
-        lambda: dist.all_gather([torch.ones(2)] * n, torch.ones(2)),
-        lambda: dist.broadcast(torch.ones(2), 0),
-        lambda: dist.reduce(torch.ones(2), 0),
-        dist.barrier,
-    ):
-        call()
-        numbers.append(group._get_sequence_number_for_group())
-    if comm.rank < 2:  # what two ranks do alone does not count
-        (dist.send if comm.rank else dist.recv)(torch.ones(1), 1 - comm.rank)
-    assert [number - numbers[0] for number in numbers] == list(range(8))
-    everyone: list[int] = [0] * n
-    dist.all_gather_object(everyone, group._get_sequence_number_for_group())
-    assert len(set(everyone)) == 1
-
-
 # ---- what does not lie in memory as it looks ----
 
 
