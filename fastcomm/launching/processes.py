@@ -83,8 +83,10 @@ class Processes:
         """The ranks that have ended since the last call, after a moment; their output is printed.
         Raises KeyboardInterrupt or SystemExit when a signal is to end this process.
         """
+        if self._signal == signal.SIGINT:
+            raise KeyboardInterrupt
         if self._signal is not None:
-            raise _exception_for(self._signal)
+            raise SystemExit(128 + self._signal)
         time.sleep(_TICK_S)
         ended = {
             rank: Ended(process.pid, code)
@@ -195,8 +197,3 @@ def _print(pipe: IO[str], prefix: str, to: _Stream) -> None:
     with pipe:
         for line in pipe:
             to.write(prefix + line.removesuffix("\n") + "\n")
-
-
-def _exception_for(number: int) -> BaseException:
-    """The exception for a signal that ends the launcher."""
-    return KeyboardInterrupt() if number == signal.SIGINT else SystemExit(128 + number)
