@@ -122,26 +122,23 @@ class Step:
         return length(before) / whole if whole else 0.0
 
     def shifted(self, offset: int) -> Step:
-        """The same step on a clock that is so many ns ahead."""
-        if not offset:
-            return self
+        """The same step on a clock that is so many ns ahead. What is unknown stays so."""
+
+        def moved(times: Any) -> Any:
+            if isinstance(times, tuple):
+                return tuple(map(moved, times))
+            return times + offset if times else 0
+
         values = {
-            field.name: _shifted(getattr(self, field.name), offset)
+            field.name: moved(getattr(self, field.name))
             for field in fields(self)
             if field.name.endswith(("_begin", "_end", "finished", "ready"))
         }
-        buckets = tuple(BucketTimes(*_shifted(astuple(one), offset)) for one in self.buckets)
+        buckets = tuple(BucketTimes(*moved(astuple(one))) for one in self.buckets)
         return replace(self, buckets=buckets, **values)
 
     def _intervals(self) -> list[Interval]:
         return [bucket.interval for bucket in self.buckets] if self.has_round else []
-
-
-def _shifted(times: Any, offset: int) -> Any:
-    """A time, or a tuple of times. What is unknown stays so."""
-    if isinstance(times, tuple):
-        return tuple(_shifted(time, offset) for time in times)
-    return times + offset if times else 0
 
 
 def length(intervals: Sequence[Interval]) -> int:

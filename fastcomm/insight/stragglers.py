@@ -197,10 +197,6 @@ def _latest_phase(ranks: Sequence[Sequence[float]], rank: int, sees_forward: boo
         spent = [sum(one[phase] for phase in phases) for one in ranks]
         return spent.pop(rank) - statistics.median(spent)
 
-    names: dict[tuple[int, ...], str] = {(BACKWARD,): NAMES[BACKWARD]}
-    names[OPTIMIZER,] = NAMES[OPTIMIZER]
-    if sees_forward:
-        names[OTHER,], names[FORWARD,] = NAMES[OTHER], NAMES[FORWARD]
-    else:
-        names[OTHER, FORWARD] = UNWATCHED
-    return names[max(names, key=late_in)]
+    before = [(OTHER,), (FORWARD,)] if sees_forward else [(OTHER, FORWARD)]
+    latest = max([(BACKWARD,), (OPTIMIZER,), *before], key=late_in)
+    return NAMES[latest[0]] if len(latest) == 1 else UNWATCHED

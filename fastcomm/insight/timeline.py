@@ -1,7 +1,7 @@
 """Timeline: what the time of a reducer's steps goes into. Turns the recording on and off, and puts
 the ranks' recordings together.
 
-recorder.pyx takes the times, steps.py says what they mean, trace.py and plot.py show them.
+recorder.pyx takes the times, steps.py says what they mean, showing.py shows them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from fastcomm.comm.communicator import ProcessBound
 from fastcomm.comm.objects import gather_objects
 from fastcomm.errors import FastcommError
-from fastcomm.insight import plot, summary, trace
+from fastcomm.insight import showing
 from fastcomm.insight.forward import watch_forward
 from fastcomm.insight.joined import Joined, join
 from fastcomm.insight.recorder import Recorder
@@ -113,7 +113,7 @@ class Timeline(ProcessBound):
         communication, exposed time (waiting for it), optimizer and overlap, and how often it was
         last. Collective: every rank calls it, outside backward. Needs rich.
         """
-        return summary.table(self._join("Timeline.summary()"))
+        return showing.table(self._join("Timeline.summary()"))
 
     def save_trace(self, path: str | os.PathLike[str]) -> None:
         """Writes all ranks' steps as JSON, which ui.perfetto.dev and chrome://tracing open. Every
@@ -125,7 +125,7 @@ class Timeline(ProcessBound):
 
         def write() -> None:
             with open(path, "w") as file:
-                json.dump(trace.trace(joined), file)
+                json.dump(showing.trace(joined), file)
 
         self._on_rank_0(write, path, call)
 
@@ -139,7 +139,7 @@ class Timeline(ProcessBound):
         rounds = joined.rounds()
         if not rounds:
             raise ValueError("there is nothing to plot: no step yet that all ranks have recorded")
-        self._on_rank_0(lambda: plot.plot(joined, rounds[-1], path), path, call)
+        self._on_rank_0(lambda: showing.plot(joined, rounds[-1], path), path, call)
 
     def _on_rank_0(
         self, write: Callable[[], None], path: str | os.PathLike[str], call: str
@@ -175,7 +175,7 @@ class Timeline(ProcessBound):
         step: the number to write them under.
         """
         newest = next((one for one in reversed(self.steps()) if one.has_round), None)
-        for name, value in () if newest is None else summary.values(newest):
+        for name, value in () if newest is None else showing.values(newest):
             writer.add_scalar(f"fastcomm/{name}", value, step)
 
     def __repr__(self) -> str:

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from fastcomm.insight import plot, summary, trace
+from fastcomm.insight import showing
 from fastcomm.insight.joined import Joined, offset_between
 from fastcomm.insight.steps import BucketPlan, BucketTimes, Step, length
 
@@ -56,7 +56,7 @@ def test_intervals_that_overlap_count_once():
 
 
 def test_the_table_has_a_row_for_each_rank():
-    text = summary.table(_joined(_step(), _step(late_ms=1)))
+    text = showing.table(_joined(_step(), _step(late_ms=1)))
     rows = [line.strip("│").split("│") for line in text.splitlines() if line.startswith("│")]
     cells = [[cell.strip() for cell in row] for row in rows]
     figures = ["2.000", "5.000", "2.000", "2.000", "1.000", "50 %"]
@@ -67,7 +67,7 @@ def test_steps_that_are_no_rounds_are_counted_and_left_out():
     steps = (_step(), _step(kind="accumulated", number=0))
     joined = Joined("reducer 0", PLAN, (steps, (*steps, _step(kind="accumulated", number=0))))
     assert len(joined.rounds()) == 1
-    assert "2 accumulated, left out" in summary.table(joined)
+    assert "2 accumulated, left out" in showing.table(joined)
 
 
 def test_only_rounds_that_all_ranks_have_recorded_are_compared():
@@ -89,7 +89,7 @@ def _slices(events):
 
 
 def test_the_trace_tells_what_each_bucket_holds_and_whom_it_waits_for():
-    events = trace.trace(_joined(_step(), _step(late_ms=1)))["traceEvents"]
+    events = showing.trace(_joined(_step(), _step(late_ms=1)))["traceEvents"]
     json.dumps(events)
     slices = {(one["pid"], one["name"]): (one, end) for one, end in _slices(events)}
     bucket, end = slices[0, "bucket 0: last.weight ... last.bias"]
@@ -110,20 +110,20 @@ def test_slices_of_one_thread_of_the_trace_do_not_overlap():
     step = _step()
     buckets = (step.buckets[0], replace(step.buckets[1], launch=5 * MS))
     overlapping = Joined("", PLAN, ((replace(step, buckets=buckets),),))
-    events = trace.trace(overlapping)["traceEvents"]
+    events = showing.trace(overlapping)["traceEvents"]
     threads = {one["tid"] for one, _ in _slices(events) if one["name"].startswith("bucket")}
     assert len(threads) == 2
 
 
 def test_an_arrow_leads_from_the_gradient_that_filled_a_bucket_to_the_bucket():
-    events = trace.trace(_joined(_step()))["traceEvents"]
+    events = showing.trace(_joined(_step()))["traceEvents"]
     arrows = [(e["ph"], e["ts"]) for e in events if e["ph"] in "sf" and e["id"] == "0/1/0"]
     assert arrows == [("s", 3000), ("f", 3000)]
 
 
 def test_the_picture_is_written(tmp_path):
     steps = (_step(), _step(late_ms=1))
-    plot.plot(_joined(*steps), steps, tmp_path / "timeline.svg")
+    showing.plot(_joined(*steps), steps, tmp_path / "timeline.svg")
     text = (tmp_path / "timeline.svg").read_text()
     assert "round 1" in text and "exposed" in text
 
@@ -133,7 +133,7 @@ def test_what_is_missing_is_said_in_one_sentence(show, monkeypatch):
     monkeypatch.setitem(sys.modules, show, None)
     joined = _joined(_step(), _step())
     with pytest.raises(ImportError, match=rf"needs {show}: pip install 'fastcomm\[insight\]'"):
-        summary.table(joined) if show == "rich" else plot.plot(joined, (_step(),), "nowhere.png")
+        showing.table(joined) if show == "rich" else showing.plot(joined, (_step(),), "nowhere.png")
 
 
 def test_the_difference_of_two_clocks_is_bounded_by_meetings():
@@ -153,7 +153,7 @@ def test_a_step_on_another_clock_keeps_its_durations_and_what_is_unknown():
 
 def test_the_rank_that_is_last_most_often_is_named_with_what_it_costs():
     late = replace(_step(), buckets=(_step().buckets[0], BucketTimes(9 * MS, *[9 * MS] * 6)))
-    text = summary.table(_joined(_step(), late))
+    text = showing.table(_joined(_step(), late))
     assert text.endswith(
         "Slowest: rank 1, last in 1 of 1 rounds. The others then waited 1.000 ms for it (median)."
     )
