@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import threading
 
 import torch
@@ -23,9 +24,21 @@ def many_buckets(case):
     case.train(mlp, backward, **SMALL_BUCKETS)
 
 
+@trains("`torch.autograd.backward([loss, loss])`", mlp)
+def list_of_losses(model, rank, i):
+    torch.autograd.backward([loss_of(model, rank, i), loss_of(model, rank, i + 10)])
+
+
 @reduced("`output.backward(gradient)` of something that is no scalar")
 def backward_of_a_vector(case):
     case.train(mlp, lambda model, rank, i: model(batch(rank, i)[0]).backward(batch(rank, i)[1]))
+
+
+@trains("two losses, two backwards", mlp)
+def two_backwards(model, rank, i):
+    first, second = loss_of(model, rank, i), loss_of(model, rank, i + 10)
+    first.backward()
+    second.backward()
 
 
 @trains("two backwards through one graph (`retain_graph=True`)", mlp)
@@ -116,6 +129,23 @@ def in_a_thread(model, rank, i):
     thread = threading.Thread(target=backward, args=(model, rank, i))
     thread.start()
     thread.join()
+
+
+@reduced("backward in a thread of a C library, some parameters unused")
+def in_a_thread_of_c(case):
+    libc = ctypes.CDLL(None)
+
+    def run(model, rank, i):
+        thread = ctypes.c_ulong()
+
+        @ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)
+        def body(_):
+            backward(model, rank, i)
+
+        assert libc.pthread_create(ctypes.byref(thread), None, body, None) == 0
+        libc.pthread_join(thread, None)
+
+    case.train(_with_unused, run)
 
 
 # Accumulation

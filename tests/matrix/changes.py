@@ -81,6 +81,18 @@ def unfreezing_without_refresh(case):
     refused_until_refresh(case, training)
 
 
+@error("unfreezing without refresh(), backward reaching only what was unfrozen", **UNFROZEN)
+def unfreezing_all_that_is_reached(case):
+    def run(model, rank, i):
+        with torch.no_grad():
+            hidden = model[1](model[0](batch(rank, i)[0]))
+        model[2](hidden).square().sum().backward()
+
+    training = case.train(_partly_frozen, backward)
+    training.change(_unfreeze)
+    refused_until_refresh(case, training, run)
+
+
 # New parameters
 
 

@@ -41,6 +41,16 @@ def function_returns_none(model, rank, i):
     F.mse_loss(_Scale.apply(model[0](x), model[1].weight), y).backward()
 
 
+@reduced("a `Function` that returns None on some ranks only: they count as zero")
+def function_returns_none_on_a_rank(case):
+    def run(model, rank, i):
+        x, y = batch(rank, i)
+        hidden, weight = model[0](x), model[1].weight
+        F.mse_loss(_Scale.apply(hidden, weight) if rank == 0 else hidden * weight, y).backward()
+
+    case.train(_two_layers, run)
+
+
 class _Fused(torch.autograd.Function):
     """A loss that works out its gradients in forward, as fused cross entropies do."""
 

@@ -46,6 +46,19 @@ def before_attach(case):
     training.step(backward)
 
 
+@reduced("gradients that are there before attach(), of parameters the first backward does not use")
+def before_attach_unused(case):
+    def make():
+        model = Heads()
+        loss_of(model, 7, 0, 0).backward()
+        return model
+
+    training = Training(case, make)
+    training.backward(_use_one_head)
+    training.update()
+    training.step(_use_one_head)
+
+
 def _use_one_head(model, rank, i):
     loss_of(model, rank, i, 1).backward()
 
@@ -159,6 +172,16 @@ def evolution(case):
     case.train(mlp, lambda *args: (_evolve(*args), case.reduce(args[0])))
 
 
+@reduced("gradients set by hand for some parameters on some ranks, then `reducer.reduce()`")
+def partly_by_hand(case):
+    def run(model, rank, i):
+        for p in list(model.parameters())[: 4 - 2 * (rank % 2)]:
+            p.grad = torch.full_like(p, rank + i + 1.0)
+        case.reduce(model)
+
+    case.train(mlp, run)
+
+
 @reduced("a gradient set by hand before a backward that does not use the parameter")
 def by_hand_before_backward(case):
     def run(model, rank, i):
@@ -192,6 +215,24 @@ def by_hand(case):
             training.optimizer.step()
         training.assert_parameters()
     training.step(lambda *args: (_evolve(*args), case.reduce(args[0])))
+    training.step(backward)
+
+
+@error("gradients written by hand into zeroed ones, then `optimizer.step()`", **BY_HAND)
+def by_hand_in_place(case):
+    def write(model, rank, i):
+        for p in model.parameters():
+            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+            p.grad.fill_(rank + i + 1.0)
+
+    training = case.train(mlp, backward)
+    for _ in range(2):
+        training.model.zero_grad(set_to_none=False)
+        write(training.model, case.rank, training.n_steps)
+        with case.refused():
+            training.optimizer.step()
+        training.assert_parameters()
+    training.step(lambda *args: (write(*args), case.reduce(args[0])))
     training.step(backward)
 
 
