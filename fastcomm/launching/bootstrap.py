@@ -156,10 +156,10 @@ class StoreBootstrap:
         self._asked.deadline = Deadline(self.timeout.total_seconds())
         try:
             self._asked.set(keys[self.rank], json.dumps(value))
-            self._await_all(keys, self._asked.deadline, look or self.look)
+            sent = self._collected(keys, self._asked.deadline, look or self.look)
             values = [
-                messages.read(sent, form, f"what {self.name} has got from rank {whose}", InitError)
-                for whose, sent in zip(self.names, self._asked.multi_get(keys), strict=True)
+                messages.read(one, form, self._what_from(rank), InitError)
+                for rank, one in enumerate(sent)
             ]
             self._pass_on()
         except FastcommError:
@@ -170,12 +170,36 @@ class StoreBootstrap:
             self._asked.deadline = None
         return values
 
+    def _collected(
+        self, keys: Sequence[str], deadline: Deadline, look: Callable[[], None]
+    ) -> list[str]:
+        """What stands there. Rank 0 collects it for all: the store gives 2 N values, not N * N."""
+        everyones = f"{self._exchange}/all"
+        self._await_all(keys if self.rank == 0 else [everyones], keys, deadline, look)
+        if self.rank > 0:
+            form = (str,) * self.world_size
+            sent = self._asked.get(everyones)
+            return list(messages.read(sent, form, self._what_from(0), InitError))
+        texts = [text_of(one) for one in self._asked.multi_get(keys)]
+        self._asked.set(everyones, json.dumps(texts))
+        return texts
+
+    def _what_from(self, rank: int) -> str:
+        return f"what {self.name} has got from rank {self.names[rank]}"
+
     def lost(self, error: RuntimeError) -> InitError:
         return InitError(f"{self.name} lost the meeting point (did rank 0 end?): {error}")
 
-    def _await_all(self, keys: Sequence[str], deadline: Deadline, look: Callable[[], None]) -> None:
+    def _await_all(
+        self,
+        wanted: Sequence[str],
+        keys: Sequence[str],
+        deadline: Deadline,
+        look: Callable[[], None],
+    ) -> None:
+        """Waits for those wanted. keys: of all ranks, to tell which are missing."""
         pause = _POLL_S
-        while not self._asked.check(keys):
+        while not self._asked.check(wanted):
             look()
             if deadline.is_over():
                 raise self._missing(keys)
@@ -185,6 +209,7 @@ class StoreBootstrap:
     def _missing(self, keys: Sequence[str]) -> FastcommError:
         ranks = zip(self.names, keys, strict=True)
         missing = [name for name, key in ranks if not self._asked.check([key])]
+        missing = missing or [self.names[0]]  # has not passed on what it has
         how_long = f"{waited(self.timeout.total_seconds())} in {self.caller}"
         kind = TimeoutError if self._is_collective else InitError
         return kind(

@@ -29,7 +29,7 @@ SOON = timedelta(seconds=0.01)
 TOLD = "what rank 1 has got from rank "
 # By key of the store: what lies there, and what rank 1 may say when it is damaged.
 MET = {
-    "1/0": ({"pid": 7, "cores": [0, 1]}, (TOLD,)),
+    "1/all": ([json.dumps({"pid": pid, "cores": [0, 1]}) for pid in (7, 8)], (TOLD,)),
     "claim/1": (
         [7, HERE],
         ("was given to two processes", "the claim to rank 1 in the store cannot be read: "),
@@ -44,7 +44,7 @@ MET = {
 def test_ranks_that_meet_say_what_is_damaged(key, data):
     real, words = MET[key]
     store = HashStore()
-    store.set("1/0", json.dumps(MET["1/0"][0]))
+    store.set("1/all", json.dumps(MET["1/all"][0]))
     store.set(key, data.draw(damaged_json(real)))
     form = {"pid": messages.PID, "cores": [messages.NUMBER]}
     try:
