@@ -180,10 +180,8 @@ class ShardedOptimizer(Optimizer):
 
     # -- the buckets -------------------------------------------------------------------------------
 
-    def places_at_refresh(self) -> dict[str, Any]:
-        """For the reducer: what ranks compare before refresh(). Raises FastcommError for what this
-        rank would lose, or mix.
-        """
+    def refuse_refresh(self) -> None:
+        """For the reducer: raises FastcommError for what this rank would lose, or mix."""
         has_state = any(self._inner.state.values())
         if self._is_mixed and has_state:
             raise FastcommError(
@@ -193,18 +191,12 @@ class ShardedOptimizer(Optimizer):
             )
         for bucket in self._buckets:
             _shard_of(bucket).refuse_refresh(bucket, has_state)
-        # of those that have a state: new ones may lack a group, of which take_buckets() tells
-        return {
-            f"the place of parameter {self._parts[parameter].name}": i
-            for i, parameter in enumerate(self._parameters())
-            if parameter in self._parts
-        }
 
     def gather_state(self) -> None:
         """For the reducer: gathers the state before the buckets go. Collective."""
         if self._buckets:
             self._whole = self._full_state("refresh()")
-        # places_at_refresh() has refused a state that is mixed
+        # refuse_refresh() has refused a state that is mixed
         self._buckets, self._parts, self._is_mixed = [], {}, False
         for group in self._inner.param_groups:
             group["params"] = []  # whose memory goes with the buckets

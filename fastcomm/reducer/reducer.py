@@ -336,7 +336,7 @@ class Reducer(ProcessBound, ReducerFlags):
 
     def _agree_on_refresh(self) -> None:
         """Raises, on every rank, the reason why one of them cannot refresh. Collective."""
-        with validation.agreeing(self.comm, validation.REFRESH) as described:
+        with validation.agreeing(self.comm, validation.REFRESH):
             if self.awaits_round:
                 raise FastcommError(
                     f"rank {self.comm.rank}: refresh() would lose a set_weight() or skip_step() "
@@ -346,7 +346,7 @@ class Reducer(ProcessBound, ReducerFlags):
             self.attached_model()
             stepper = self.stepper()
             if stepper is not None:
-                described |= stepper.places_at_refresh()
+                stepper.refuse_refresh()
 
     def refresh(self) -> None:
         """Call it, on every rank, after parameters were unfrozen, added or removed. Plans other
