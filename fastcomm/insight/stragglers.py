@@ -159,7 +159,9 @@ class Stragglers:
         return True
 
     def _measured(self) -> list[float]:
-        on_host(self._comm, torch.zeros(1, device=self._comm.device))  # all marks are reached
+        on_host(
+            self._comm, torch.zeros(1, dtype=torch.int8, device=self._comm.device)
+        )  # all marks are reached
         return self.phases.take_measured()
 
     def warn(self) -> None:
