@@ -1,7 +1,8 @@
 # cython: language_level=3
 """GatheringBucket: the base of buckets that take gradients from where autograd has put them, by
 their addresses. Says which gradients are missing, which are in place already, and which torch has
-to copy; how the others are moved, and when, is the transport's. CopiedGradients is for transports that only copy.
+to copy; how the others are moved, and when, is the transport's. CopiedGradients is for transports
+that only copy.
 """
 
 from fastcomm.comm.collective import is_readable, without_memory
