@@ -47,7 +47,7 @@ class Processes:
     ) -> None:
         self._command, self._environment, self._is_plain = command, environment, is_plain
         self._running: dict[int, subprocess.Popen[str]] = {}
-        self._printing: dict[int, list[threading.Thread]] = {}  # by rank
+        self._printing: list[threading.Thread] = []
         self._streams = _Stream(sys.stdout), _Stream(sys.stderr)
         self._handlers: dict[signal.Signals, Any] = {}
         self._signal: int | None = None  # that is to end all
@@ -71,17 +71,16 @@ class Processes:
             start_new_session=True,  # what the terminal sends comes from this process alone
         )
         self._running[rank] = process
-        self._printing[rank] = [
-            threading.Thread(target=_print, args=(pipe, f"[rank {rank}] ", to), daemon=True)
-            for pipe, to in zip((process.stdout, process.stderr), self._streams, strict=True)
-            if pipe is not None
-        ]
-        for thread in self._printing[rank]:
-            thread.start()
+        for pipe, to in zip((process.stdout, process.stderr), self._streams, strict=True):
+            if pipe is not None:
+                arguments = pipe, f"[rank {rank}] ", to
+                thread = threading.Thread(target=_print, args=arguments, daemon=True)
+                self._printing.append(thread)
+                thread.start()
 
     def ended(self) -> dict[int, Ended]:
-        """The ranks that have ended since the last call, after a moment; their output is printed.
-        Raises KeyboardInterrupt or SystemExit when a signal is to end this process.
+        """The ranks that have ended since the last call, after a moment. Raises KeyboardInterrupt
+        or SystemExit when a signal is to end this process.
         """
         if self._signal == signal.SIGINT:
             raise KeyboardInterrupt
@@ -95,8 +94,6 @@ class Processes:
         }
         for rank in ended:
             del self._running[rank]
-            for thread in self._printing.pop(rank):
-                thread.join(_LAST_S)
         return ended
 
     def end(self, number: int = signal.SIGTERM) -> dict[int, Ended]:
@@ -112,6 +109,16 @@ class Processes:
             for process in self._running.values():
                 process.wait()
         return ended | self.ended()
+
+    def _print_to_the_end(self) -> None:
+        """Waits until all is printed. A child of a rank's that goes on may hold a pipe, and whoever
+        reads what is printed may be slow. A second signal does not wait.
+        """
+        deadline = Deadline(_LAST_S)
+        while self._signal is None and any(thread.is_alive() for thread in self._printing):
+            if deadline.is_over() and not any(stream.is_writing() for stream in self._streams):
+                break
+            time.sleep(_TICK_S)
 
     def _send(self, number: int, to_rank_alone: bool = False) -> None:
         """Sends a signal to every rank and, unless to it alone, to the processes of its group."""
@@ -137,6 +144,7 @@ class Processes:
             number = signal.SIGINT if kind is KeyboardInterrupt else signal.SIGTERM
         try:
             self.end(number)
+            self._print_to_the_end()
         finally:
             for handled, handler in self._handlers.items():
                 signal.signal(handled, handler)
@@ -172,6 +180,9 @@ class _Stream:
         self._stream = stream
         self._lock = threading.Lock()
         self._is_lost = False
+
+    def is_writing(self) -> bool:
+        return self._lock.locked()
 
     def write(self, text: str) -> None:
         with self._lock:
