@@ -82,7 +82,7 @@ def init(
     else:
         bootstrap = meet(init_method, rank, world_size, timeout)
         comm = arrive(bootstrap, connect_here, backend, timeout)
-    greet(comm, comm.membership.neighbours)
+    warn_of_threads(comm, comm.membership.neighbours)
     return comm
 
 
@@ -98,6 +98,8 @@ def connect(
 
     is_own_store: the store where they have met is not that of a torch.distributed group.
     """
+    watch()  # from now on it tells other ranks, and whoever asks for a dump, where it stands
+    answer_questions()
     with _told_to_all(bootstrap):
         neighbours = _neighbours(bootstrap, backend, device)
         comm = _communicator(bootstrap, neighbours, device, timeout)
@@ -106,16 +108,6 @@ def connect(
         # the store may live in one of the ranks: it must not go before all have read from it
         comm.barrier()
         return comm, neighbours.ranks
-
-
-def greet(comm: Transport, ranks: Sequence[int]) -> None:
-    """What a process does once it has a communicator: warns of too many threads, and from now on
-    tells other ranks, and whoever asks for a dump, where it stands. ranks: of this host.
-    """
-    if comm.device.type == "cpu":
-        _warn_of_threads(comm, ranks)
-    watch()
-    answer_questions()
 
 
 @contextlib.contextmanager
@@ -210,7 +202,7 @@ def _communicator(
     return GroupCommunicator(*place, bootstrap, timeout, neighbours.ranks, exchange)
 
 
-def _warn_of_threads(comm: Transport, ranks: Sequence[int]) -> None:
+def warn_of_threads(comm: Transport, ranks: Sequence[int]) -> None:
     """By itself torch has as many threads as its process has cores. Ranks that share their cores
     then take about twice as long. torchrun and Ray set OMP_NUM_THREADS; srun and mpirun may give
     each rank cores of its own, which then are not too few.
@@ -218,7 +210,9 @@ def _warn_of_threads(comm: Transport, ranks: Sequence[int]) -> None:
     ranks: of this host. The first of them warns.
     """
     n_threads = torch.get_num_threads()
-    if comm.rank != ranks[0] or n_threads == 1 or "OMP_NUM_THREADS" in os.environ:
+    if comm.device.type != "cpu" or comm.rank != ranks[0]:
+        return
+    if n_threads == 1 or "OMP_NUM_THREADS" in os.environ:
         return
     n_cores = len(set[int]().union(*(_cores_of(comm.processes[rank].pid) for rank in ranks)))
     if len(ranks) * n_threads > n_cores:
@@ -226,7 +220,7 @@ def _warn_of_threads(comm: Transport, ranks: Sequence[int]) -> None:
             f"{len(ranks)} ranks have {n_threads} threads each, and {n_cores} cores in all: set "
             f"OMP_NUM_THREADS={max(1, n_cores // len(ranks))} in the environment of every rank",
             RuntimeWarning,
-            stacklevel=4,
+            stacklevel=3,
         )
 
 

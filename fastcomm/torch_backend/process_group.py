@@ -38,7 +38,7 @@ from fastcomm.launching.bootstrap import (
     own_part,
     said_of,
 )
-from fastcomm.launching.rendezvous import connect, greet
+from fastcomm.launching.rendezvous import connect, warn_of_threads
 from fastcomm.torch_backend.ddp_buckets import lend_memory_to_ddp
 from fastcomm.torch_backend.gloo_engine import GlooEngine, Peers
 from fastcomm.torch_backend.work import (
@@ -71,13 +71,13 @@ _ALL_TO_ALL = c10d.AllToAllOptions()
 _DONE = Finished([])
 
 
-def _left_to_engine(name: str, place: int) -> Callable[..., c10d.Work]:
-    """The method for a call that torch's engine carries out alone. place: of the argument whose
-    first tensor says on which device.
+def _left_to_engine(name: str, *, tensors_at: int) -> Callable[..., c10d.Work]:
+    """The method for a call that torch's engine carries out alone. tensors_at: of the
+    argument whose first tensor says on which device.
     """
 
     def call(group: ProcessGroup, *arguments: Any) -> c10d.Work:
-        return group._by_engine(name, arguments[place][0], *arguments)
+        return group._by_engine(name, arguments[tensors_at][0], *arguments)
 
     return call
 
@@ -143,7 +143,7 @@ class ProcessGroup(dist.ProcessGroup):
         comm, neighbours = connect(
             bootstrap, "auto", device=device, timeout=self._timeout, is_own_store=False
         )
-        greet(comm, neighbours)
+        warn_of_threads(comm, neighbours)
         return SharedCommunicator(comm), Peers(
             comm.processes[rank] for rank in neighbours if rank != self.rank()
         )
@@ -400,13 +400,13 @@ class ProcessGroup(dist.ProcessGroup):
 
     # -- what torch's engine does alone --
 
-    reduce = _left_to_engine("reduce", 0)
-    gather = _left_to_engine("gather", 1)
-    scatter = _left_to_engine("scatter", 0)
-    allgather_coalesced = _left_to_engine("allgather_coalesced", 1)
-    send = _left_to_engine("send", 0)
-    recv = _left_to_engine("recv", 0)
-    recv_anysource = _left_to_engine("recv_anysource", 0)
+    reduce = _left_to_engine("reduce", tensors_at=0)
+    gather = _left_to_engine("gather", tensors_at=1)
+    scatter = _left_to_engine("scatter", tensors_at=0)
+    allgather_coalesced = _left_to_engine("allgather_coalesced", tensors_at=1)
+    send = _left_to_engine("send", tensors_at=0)
+    recv = _left_to_engine("recv", tensors_at=0)
+    recv_anysource = _left_to_engine("recv_anysource", tensors_at=0)
 
     def all_to_all_single(
         self,
