@@ -654,6 +654,8 @@ class Reducer(ProcessBound, ReducerFlags):
             if self.n_rounds >= self._stragglers.due_at and not is_joining(self.comm):
                 with all_or_none(self.comm):
                     self._stragglers.tell(self.n_rounds)
+            if self._audit is not None:
+                self._audit.raise_trouble()
         self._stragglers.warn()
 
     def _replan(self, *, can_replan: bool) -> None:

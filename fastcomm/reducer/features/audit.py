@@ -39,8 +39,7 @@ class Audit:
 
     def compare(self, reducer: Reducer) -> None:
         """A round has ended. Collective if it is one of those. Where something differs, drops its
-        gradients, and raises MismatchError, on every rank. May be called again after a signal
-        handler has raised in it.
+        gradients on every rank. May be called again after a signal handler has raised in it.
         """
         if self._comm.has_streams:
             self._comm.refuse_capture("audit")
@@ -51,6 +50,11 @@ class Audit:
                 self._compared = reducer.n_rounds
                 if self._trouble is not None:  # here, as a signal may raise where the block ends
                     reducer.drop_step()
+
+    def raise_trouble(self) -> None:
+        """Raises MismatchError for what the comparison has found, once: after all that the ranks do
+        together.
+        """
         trouble, self._trouble = self._trouble, None
         if trouble is not None:
             raise MismatchError(trouble)
