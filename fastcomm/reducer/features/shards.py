@@ -330,12 +330,15 @@ class ShardedBy(RoundExtension):
         this one alone.
         """
         kind = type(optimizer).__qualname__
-        return f"this model's {kind}" if self._reference() is optimizer else kind
+        return f"this model's {kind}" if self._is_stepper(optimizer) else kind
 
     def compare_state(self, optimizer: object) -> None:
         """Compares the state over the ranks; does nothing for another optimizer."""
-        if self._reference() is optimizer:
+        if self._is_stepper(optimizer):
             self.stepper().compare_state()
+
+    def _is_stepper(self, optimizer: object) -> bool:
+        return optimizer is not None and optimizer is self._reference()
 
 
 def _is_shared(parameter: Tensor) -> bool:
