@@ -72,7 +72,7 @@ sanitize_extensions() { # [quick]
     } | tar --create --files-from=- | tar --extract --directory="$copy"
     cd "$copy"
     # Optimising takes longer than it saves here, too.
-    sed 's/"-O3"/"-O0"/' setup.py >setup_sanitized.py
+    sed 's/"-O3"/"-O0"/; s/"-g0"/"-g1"/' setup.py >setup_sanitized.py
     CFLAGS="-fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer -g1 \
         -DFASTCOMM_NO_CLONES" LDFLAGS="-fsanitize=address,undefined" \
         "$python" setup_sanitized.py --quiet build_ext --inplace --parallel 2
