@@ -311,8 +311,9 @@ def refuse_misfits(states: Mapping[Parameter, State], parts: Iterable[Part]) -> 
     """Raises ValueError naming a parameter whose state cannot be cut as it is."""
     for name, parameter, _, _ in parts:
         for key, value in states.get(parameter, {}).items():
-            is_cut = isinstance(value, Tensor) and value.numel() > 1
-            if is_cut and value.shape != parameter.shape:
+            if not isinstance(value, Tensor) or not value.is_floating_point():
+                continue
+            if value.numel() > 1 and value.shape != parameter.shape:
                 raise ValueError(
                     f"{key} of parameter {name} has shape {list(value.shape)} in this state, and "
                     f"the parameter has {list(parameter.shape)}: the state is another model's, of "

@@ -70,7 +70,7 @@ class LocalSGD(LocalSteps):
 
     A sync raises, on every rank, MismatchError if the ranks have made different numbers of
     steps; PeerLostError, TimeoutError or AbandonedError. Then no parameter was changed, and the
-    next sync makes up for it.
+    next sync makes up for it, unless an exception has kept a rank from applying one.
     """
 
     n_steps: int
@@ -442,8 +442,8 @@ def _views_and_parameters(bucket: Bucket) -> tuple[list[Tensor], list[Tensor]]:
         if kinds[0] != kinds[1]:
             was, now = (f"{dtype} {shape} on {device}" for dtype, shape, device in kinds)
             raise FastcommError(
-                f"parameter {name} is {now}, and was {was} at attach(): change the model before "
-                "attach(), or after finish()"
+                f"parameter {name} is {now}, and was {was} at attach(), or its gradients are: "
+                "change the model before attach(), or after finish()"
             )
         views.append(view)
         parameters.append(parameter)
@@ -502,14 +502,18 @@ def _compare(comm: Transport, standing: tuple[int, int]) -> FastcommError | None
         return error
     if all(row == rows[0] for row in rows):
         return None
+    if any(n_syncs != rows[0][1] for _, n_syncs in rows):
+        remedy = "Some rank has not applied a sync, as an exception came: load a checkpoint on all"
+    else:
+        remedy = (
+            "Let all ranks make as many steps; count_step() counts one that a rank leaves out. No "
+            "parameter was changed"
+        )
     places = "; ".join(
         f"rank {rank}: after {n_steps} steps and {n_syncs} syncs"
         for rank, (n_steps, n_syncs) in enumerate(rows)
     )
-    return MismatchError(
-        f"the ranks do not sync at the same step: {places}. Let all ranks make as many steps; "
-        "count_step() counts one that a rank leaves out. No parameter was changed"
-    )
+    return MismatchError(f"the ranks do not sync at the same step: {places}. {remedy}")
 
 
 def _await_device(comm: Transport, buckets: Sequence[Bucket]) -> BaseException | None:

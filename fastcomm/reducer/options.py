@@ -113,9 +113,8 @@ class Options:
         for name, p in named:
             if p.requires_grad and p.is_complex() and self.op not in LINEAR_OPS:
                 raise ValueError(complex_refusal(f"the gradient of parameter {name}", self.op))
-        for name in self.sparse_parameters:
-            if name not in dict(named):
-                raise ValueError(f"sparse_parameters: the model has no parameter {name}")
+        for name in sorted(set(self.sparse_parameters) - dict(named).keys()):
+            raise ValueError(f"sparse_parameters: the model has no parameter {name}")
         present = self.features()
         if is_sharded:
             present[Feature.SHARDED] = Feature.SHARDED.value

@@ -39,9 +39,10 @@ def clip_(buckets: Sequence[Bucket], max_norm: float, comm: Transport) -> Tensor
     before = norm(buckets, comm, "clip_grad_norm_()")
     factor = (max_norm / (before + 1e-6)).clamp(max=1)
     sharded = _in_shards(buckets)
-    if sharded:
-        torch._foreach_mul_(sharded, factor)
-    if sharded is None and (comm.has_streams or not factor >= 1):  # on a device nobody waits for it
+    if sharded is not None:
+        for gradient in sharded:
+            gradient.mul_(factor)
+    elif comm.has_streams or not factor >= 1:  # on a device nobody waits for it
         for bucket in buckets:
             bucket.scale_(factor)
     for bucket in buckets:

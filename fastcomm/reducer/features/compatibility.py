@@ -42,7 +42,8 @@ REFUSALS: tuple[tuple[Feature, tuple[Feature, ...], str], ...] = (
     (
         Feature.NOT_LINEAR,
         (Feature.ERROR_FEEDBACK, Feature.SPARSE),
-        "what a rank lacks counts as zero, which only sums leave out: use op mean or sum",
+        "only sums can be made up for in the next round, or of the rows that some ranks have: use "
+        "op mean or sum",
     ),
     (
         Feature.ERROR_FEEDBACK,
@@ -64,20 +65,25 @@ REFUSALS: tuple[tuple[Feature, tuple[Feature, ...], str], ...] = (
     (
         Feature.SPARSE,
         (Feature.EIGHT_BITS, Feature.SHARDED, Feature.LOCAL_STEPS),
-        "rows of gradients travel, in 16 bits or more, and no whole ones: use sparse=False",
+        "rows of gradients travel, and no whole ones, in 16 bits or more: use sparse=False, or for "
+        "8 bits another wire_dtype",
     ),
     (
         Feature.JOIN,
         (Feature.SPARSE, Feature.SHARDED),
-        "a rank without data would have to gather rows, and step its shard: use sparse=False and "
-        "a torch.optim optimizer, or agree on the number of steps, and let a rank without data "
+        "a rank without data would have to gather rows, or step its shard: use sparse=False, or a "
+        "torch.optim optimizer; or agree on the number of steps, and let a rank without data "
         "set_weight(0) and reduce()",
     ),
     (
         Feature.LOCAL_STEPS,
         (
-            *(Feature.LOCAL_STEPS, Feature.SKIP_NONFINITE, Feature.AUDIT),
-            *(Feature.JOIN, Feature.SHARDED, Feature.REBUILD),
+            Feature.LOCAL_STEPS,
+            Feature.SKIP_NONFINITE,
+            Feature.AUDIT,
+            Feature.JOIN,
+            Feature.SHARDED,
+            Feature.REBUILD,
         ),
         "ranks have gradients and parameters of their own between two syncs: leave it out, or call "
         "finish() first, on every rank",
@@ -111,7 +117,12 @@ REFUSALS: tuple[tuple[Feature, tuple[Feature, ...], str], ...] = (
 def why_not(asked: Feature, present: Present) -> str | None:
     """Return why a feature does not go with what is there, and what to do; or None."""
     for one, others, why in REFUSALS:
-        found = others if asked is one else (one,) if asked in others else ()
+        if asked is one:
+            found = others
+        elif asked in others:
+            found = (one,)
+        else:
+            continue
         for other in found:
             if other in present:
                 return f"{asked.value} cannot be combined with {present[other]}: {why}"
