@@ -204,7 +204,8 @@ def test_parameters_whose_data_was_replaced(comm, buckets):
 
     pair.train(run)
     pair.models[1][0].double()
-    with pytest.raises(FastcommError, match=r"parameter 0\..* is torch.float64"):
+    finish_together(comm)
+    with raises_on_each(comm, FastcommError, r"parameter 0\..* is torch.float64"):
         pair.sharded.step()
 
 
