@@ -202,3 +202,25 @@ def test_ranks_go_on_when_nobody_reads_what_they_print(tmp_path):
     os.close(writer)
     assert end.exists()
     assert done.stderr.count("what the ranks print is lost from here on, and they go on: ") == 1
+
+
+PRINTS_MUCH = """
+import sys
+for _ in range(1100):  # more than a pipe holds, and less than two of them do
+    print(99 * "x", flush=True)
+open(sys.argv[1], "w").close()
+"""
+
+
+@in_forked_python
+def test_a_slow_reader_gets_all_that_ranks_have_printed(tmp_path):
+    script, end = tmp_path / "train.py", tmp_path / "end"
+    script.write_text(PRINTS_MUCH)
+    command = [sys.executable, "-m", "fastcomm", "run", "--ranks", "1", script, end]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as run:
+        while not end.exists():
+            time.sleep(0.01)
+        time.sleep(2)  # longer than the launcher waits for a child that holds a pipe
+        lines = run.stdout.read().splitlines()
+    assert lines == ["[rank 0] " + 99 * "x"] * 1100
+    assert run.returncode == 0
