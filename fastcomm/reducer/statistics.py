@@ -40,8 +40,8 @@ def clip_(buckets: Sequence[Bucket], max_norm: float, comm: Transport) -> Tensor
     factor = (max_norm / (before + 1e-6)).clamp(max=1)
     sharded = _in_shards(buckets)
     if sharded is not None:
-        for gradient in sharded:
-            gradient.mul_(factor)
+        if sharded:  # torch refuses an empty list
+            torch._foreach_mul_(sharded, factor)
     elif comm.has_streams or not factor >= 1:  # on a device nobody waits for it
         for bucket in buckets:
             bucket.scale_(factor)
