@@ -150,6 +150,7 @@ class Watchdog:
         self._notes = notes
         self._timeout_s = timeout_s
         self._whereabouts = whereabouts
+        self._processes = comm.processes
         self._lifelines: dict[int, int] = {}
         for rank in peers:
             if rank != comm.rank:
@@ -192,7 +193,7 @@ class Watchdog:
     def _tick(self, comm: Watched) -> None:
         error = comm._asynchronous_error()
         if error is not None:
-            self.give_up(comm, error)
+            self.give_up(comm, self.named(error))
             return
         unfinished = comm._oldest_unfinished()
         stalled = unfinished if unfinished is not None and unfinished[1] > STALLED_S else None
@@ -290,23 +291,34 @@ class Watchdog:
             self._read_closings(comm)
         self._give_up_dead(comm, dead, "what its CUDA graphs replay")
 
-    def _dead(self) -> list[int]:
+    def _dead(self, patience_s: float = 0) -> list[int]:
         """The ranks of this host whose processes have ended. Asks nobody."""
         ready = select.poll()
         for lifeline in self._lifelines.values():
             ready.register(lifeline, select.POLLIN)
-        ended = {fd for fd, _ in ready.poll(0)}
+        ended = {fd for fd, _ in ready.poll(1e3 * patience_s)}
         return [rank for rank, lifeline in self._lifelines.items() if lifeline in ended]
 
     def _give_up_dead(self, comm: Watched, ended: list[int], what: object) -> None:
         """Gives up if a rank in `ended` has died, and had not closed in good order."""
         dead = [rank for rank in ended if rank not in self._closed]
         if dead:
-            gone = ", ".join(
-                f"{comm.processes[rank].in_words()} {self._last_words_of(rank)}" for rank in dead
-            )
-            message = f"{gone}; rank {comm.rank} waits for {what}"
+            message = f"{self._gone(dead)}; rank {comm.rank} waits for {what}"
             self.give_up(comm, PeerLostError(message, dead))
+
+    def named(self, error: FastcommError) -> FastcommError:
+        """NCCL's error. If NCCL has lost a rank of this host, names it: a process closes its
+        connections a moment before it ends.
+        """
+        if isinstance(error, PeerLostError) and not error.ranks:
+            dead = [rank for rank in self._dead(LOOK_S) if rank not in self._closed]
+            return PeerLostError(f"{self._gone(dead)}; {error}", dead) if dead else error
+        return error
+
+    def _gone(self, dead: list[int]) -> str:
+        return ", ".join(
+            f"{self._processes[rank].in_words()} {self._last_words_of(rank)}" for rank in dead
+        )
 
     def _last_words_of(self, rank: int) -> str:
         """How its process has ended."""

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch  # first of all: its CUDA builds bring NCCL with them
 
 from fastcomm.comm import collective
-from fastcomm.errors import InitError, NcclError
+from fastcomm.errors import InitError, NcclError, PeerLostError
 
 from posix.dlfcn cimport RTLD_LOCAL, RTLD_NOW, dlerror, dlopen, dlsym
 
@@ -180,6 +180,18 @@ cdef int _find(void **symbol, void *handle, const char *name) except -1:
     return 0
 
 
+def refuse_different_versions(list libraries):
+    """libraries: what `load` has found on each rank. Raises InitError, on every rank, when the
+    versions differ: they would not understand each other.
+    """
+    if len({number for number, _ in libraries}) > 1:
+        found = "; ".join(
+            f"rank {rank}: {version_text(number)} in {place}"
+            for rank, (number, place) in enumerate(libraries)
+        )
+        raise InitError(f"the ranks have different versions of NCCL: {found}")
+
+
 cdef int check(int code, const char *call) except -1 nogil:
     if code == ncclSuccess:
         return 0
@@ -188,13 +200,14 @@ cdef int check(int code, const char *call) except -1 nogil:
 
 
 cdef object error_of(int code, const char *call):
-    """The NcclError for a status code. Needs no communicator: the library keeps its last error for
-    the whole process.
+    """For a status code: PeerLostError if NCCL has lost a rank, else NcclError. Needs no
+    communicator: the library keeps its last error for the whole process.
     """
+    kind = PeerLostError if code == ncclRemoteError else NcclError
     text = nccl.error_string(code).decode()
     detail = nccl.last_error(NULL).decode(errors="replace").strip()
-    return NcclError(f"{call.decode()} failed with code {code}, "
-                     f"{text}{': ' if detail else ''}{detail} (NCCL {version_text(version)})")
+    return kind(f"{call.decode()} failed with code {code}, "
+                f"{text}{': ' if detail else ''}{detail} (NCCL {version_text(version)})")
 
 
 def unique_id():

@@ -1,7 +1,7 @@
 from libc.stdint cimport uint32_t, uint64_t
 
 from fastcomm.transports.cuda.clock cimport DeviceClock
-from fastcomm.transports.cuda.driver cimport Device
+from fastcomm.transports.cuda.driver cimport Device, Stream
 from fastcomm.transports.cuda.graphs cimport CapturedGraphs
 from fastcomm.comm.lifetime cimport Lifetime
 from fastcomm.transports.nccl.lane cimport Lane, InFlight
@@ -16,6 +16,8 @@ cdef class Link:
     cdef Lifetime life
     cdef object __weakref__
     cdef Device cuda
+    cdef Stream flattener  # for gradients that lie elsewhere than in their bucket
+    cdef list flattening  # works of buckets whose gradients it may not have read yet
     cdef list lanes
     cdef Launches launches
     cdef CapturedGraphs graphs  # with collectives of these ranks

@@ -5,6 +5,7 @@ bucket.pyx do.
 """
 
 import contextlib
+import os
 import sys
 import threading
 import weakref
@@ -17,10 +18,7 @@ from fastcomm.errors import (
     has_ended,
 )
 from fastcomm.comm.lifetime import again
-from fastcomm.transports.nccl.agreement import (
-    FACTS, facts_of_this_rank, refuse_different_versions, refuse_shared_cards,
-)
-from fastcomm.transports.nccl.library import unique_id
+from fastcomm.transports.nccl.library import load, refuse_different_versions, unique_id
 from fastcomm.postmortem.script_end import tell_at_end
 from fastcomm.postmortem.whereabouts import whereabouts
 from fastcomm.comm.abandonment import tell_of_abandonment, told
@@ -36,7 +34,7 @@ from fastcomm.postmortem.flight_recorder cimport FlightRecorder
 from fastcomm.transports.nccl.calls cimport MEETING, REGISTRATION
 from fastcomm.transports.nccl.lane cimport errors_of
 from fastcomm.transports.nccl.library cimport (
-    error_of, nccl, ncclComm_t, ncclInProgress, ncclRemoteError, ncclSuccess,
+    error_of, nccl, ncclComm_t, ncclInProgress, ncclSuccess,
 )
 from fastcomm.transports.nccl.memory cimport pool_of
 
@@ -64,12 +62,12 @@ cdef class Link:
         self.life, self.bootstrap = Lifetime(), bootstrap
         self.ending, self.buckets, self.rejoining = threading.Lock(), weakref.WeakSet(), []
         self.cuda, self.lanes = Device(device), []
+        self.flattener, self.flattening = Stream(self.cuda), []
         self.graphs = CapturedGraphs(self.cuda)
         self.heard_in = -1
-        facts = bootstrap.exchange(facts_of_this_rank(device), FACTS)
-        refuse_different_versions(facts)
-        refuse_shared_cards(facts)
-        self.processes = processes_of(theirs["pid"] for theirs in facts)
+        facts = bootstrap.exchange([os.getpid(), *load()], (messages.PID, int, str))
+        refuse_different_versions([library for _, *library in facts])
+        self.processes = processes_of(pid for pid, *_ in facts)
         self.launches = Launches(
             self.cuda, self.lanes, FlightRecorder("nccl", rank, self.processes)
         )
@@ -357,8 +355,7 @@ cdef class Link:
                 # with the GIL: nobody may free the communicator meanwhile
                 is_known = nccl.async_error(lane.comm, &code) == ncclSuccess
                 if is_known and code not in (ncclSuccess, ncclInProgress):
-                    error = self.error(code, b"ncclCommGetAsyncError: a collective")
-                    return PeerLostError(str(error)) if code == ncclRemoteError else error
+                    return self.error(code, b"ncclCommGetAsyncError: a collective")
         return None
 
     def _fail(self, error):
@@ -423,7 +420,7 @@ cdef class Link:
                 self.pool.register(<void *><size_t>memory.data_ptr(), lane)
             finally:
                 self.launches.end(lane, in_flight, True)
-        except NcclError as error:
+        except (NcclError, PeerLostError) as error:
             raise self.reason(error) from error
 
     cdef int check_usable(self) except -1:
@@ -476,7 +473,8 @@ cdef class Link:
 
     cdef object error(self, int code, const char *call):
         """Names this rank, because the other ranks read the message, too."""
-        return NcclError(f"rank {self.rank}: {error_of(code, call)}")
+        error = error_of(code, call)
+        return type(error)(f"rank {self.rank}: {error}")
 
     cdef object reason(self, error):
         """The error to raise after a call into NCCL has failed: the watchdog's, if that ended the
@@ -485,7 +483,7 @@ cdef class Link:
         if self.interruption is not None:
             return self._take_interruption()
         if self.life.failure is None:
-            self.watchdog.give_up(self, error)
+            self.watchdog.give_up(self, self.watchdog.named(error))
         return again(self.life.failure)
 
 

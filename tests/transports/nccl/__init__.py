@@ -8,7 +8,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-from fastcomm import FastcommError
+from fastcomm import FastcommError, NcclError, PeerLostError
 from tests.support import bodies
 from tests.support.bodies import Place
 from tests.support.outcomes import Outcome, values_of
@@ -23,6 +23,7 @@ CODES = {
     5: "invalid usage",
     6: "remote process exited or there was a network error",
 }
+ERRORS = {code: PeerLostError if code == 6 else NcclError for code in CODES}
 LAUNCH_FAILED = 719  # CUDA_ERROR_LAUNCH_FAILED
 # A rank looks for its peers' notes several times a second.
 SOON = 2.5

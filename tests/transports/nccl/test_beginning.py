@@ -15,7 +15,6 @@ import pytest
 from fastcomm import (
     FastcommError,
     InitError,
-    NcclError,
 )
 from fastcomm.transports.nccl import link as nccl_link
 from tests.fakes.stand_ins import (
@@ -27,7 +26,7 @@ from tests.fakes.stand_ins import (
 from tests.support.bodies import raised
 from tests.support.outcomes import values_of
 from tests.support.ranks import torchrun_env
-from tests.transports.nccl import CODES, communicator, outcomes_of, stand_in_values
+from tests.transports.nccl import CODES, ERRORS, communicator, outcomes_of, stand_in_values
 
 
 def _fail_to_begin(place, function):
@@ -37,7 +36,7 @@ def _fail_to_begin(place, function):
         with failing(function, code) if place.rank == failing_rank else contextlib.nullcontext():
             messages.append(
                 raised(
-                    NcclError if place.rank == failing_rank else InitError,
+                    ERRORS[code] if place.rank == failing_rank else InitError,
                     lambda code=code: communicator(
                         place, init_method=f"{place.init_method}-{code}"
                     ),

@@ -16,7 +16,6 @@ import torch
 
 import fastcomm
 from fastcomm import InitError, NcclError
-from fastcomm.transports.nccl import agreement
 from fastcomm.transports.nccl import library as nccl_library
 from tests.fakes.stand_ins import stand_ins
 from tests.support.outcomes import values_of
@@ -124,37 +123,6 @@ def _ask_for_fp8(place):
 
 def test_8_bit_floats_need_a_newer_nccl():
     values_of(outcomes_of(1, _ask_for_fp8, env={"FASTCOMM_STAND_IN_NCCL_VERSION": "22304"}))
-
-
-# Ranks on one card
-
-
-def facts_of(**facts):
-    return {
-        "host": "here",
-        "card": "one",
-        "device": "cuda:0",
-        "version": 22907,
-        "path": "libnccl.so.2",
-        "may_share": False,
-        **facts,
-    }
-
-
-def test_two_ranks_on_one_card_are_refused():
-    with pytest.raises(
-        InitError,
-        match="ranks 1 and 3 use the same GPU.*cuda:0 on here.*NCCL_MULTI_RANK_GPU_ENABLE",
-    ):
-        agreement.refuse_shared_cards(
-            [facts_of(card="other"), facts_of(), facts_of(host="there"), facts_of()]
-        )
-
-
-def test_ranks_may_share_a_card_when_they_are_set_up_for_it():
-    agreement.refuse_shared_cards([facts_of(may_share=True, version=23004)] * 2)
-    with pytest.raises(InitError, match="2.30 or newer"):
-        agreement.refuse_shared_cards([facts_of(may_share=True)] * 2)
 
 
 # Which copy

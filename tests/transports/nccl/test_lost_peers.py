@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import select
 import threading
 import time
 from datetime import timedelta
@@ -15,9 +17,10 @@ from fastcomm import PeerLostError, TimeoutError
 from fastcomm.comm import watchdog
 from tests.fakes.stand_ins import (
     assert_all_ended,
+    failing,
     loaded,
 )
-from tests.support.bodies import leave, left, raised
+from tests.support.bodies import leave, left, raised, wait_for_note
 from tests.support.models import (
     SMALL_BUCKETS,
     backward,
@@ -59,6 +62,26 @@ def assert_told_of_the_loss(outcomes, words):
         assert f"rank {last.rank} (pid {pid})" in message
         assert words in message
         assert seconds < 2
+
+
+def _hear_of_the_loss_from_nccl(place):
+    """Whose launch fails before the watchdog has looked."""
+    comm = communicator(place)
+    comm.barrier()
+    if place.rank == 1:
+        leave(place, comm, "killed")
+    wait_for_note(place, "left_at")
+    pid, _ = left(place)
+    select.select([os.pidfd_open(pid)], [], [])  # until it has ended
+    with failing("ncclAllReduce", 6), pytest.raises(PeerLostError) as caught:
+        comm.all_reduce(torch.ones(10))
+    return pid, str(caught.value), caught.value.ranks
+
+
+def test_a_peer_that_nccl_has_lost_is_named():
+    ((pid, message, ranks),) = values_of(outcomes_of(2, _hear_of_the_loss_from_nccl)[:1])
+    assert ranks == (1,)
+    assert message.startswith(f"rank 1 (pid {pid}) died; rank 0: ncclAllReduce failed with code 6")
 
 
 @pytest.mark.parametrize("wait", WAITS)
