@@ -18,6 +18,7 @@ FOR_NOTHING = (
     "tests/transports/nccl/test_works.py::"
     "test_tensors_nobody_waits_for_are_kept_until_the_collective_is_over"
 )
+KEPT = f"{ORDERING}::test_gradients_of_two_buckets_at_most_are_kept_until_they_have_been_flattened"
 PRODUCERS = f"{ORDERING}::test_a_bucket_is_ordered_after_gradients_of_another_stream"
 ROUNDS = f"{ORDERING}::test_a_bucket_is_ordered_after_its_last_round_on_whatever_streams"
 LAUNCHES_TESTS = "tests/transports/nccl/test_launches.py"
@@ -35,6 +36,38 @@ MUTATIONS = (
         tests=(ON_ONE,),
     ),
     # -- a bucket --
+    Mutation(
+        name="order: gradients are flattened before they are ready",
+        file=BUCKET,
+        within="NcclBucket._launch_on",
+        old="_order(reader, self.lane.ready.handle, current)",
+        new="pass",
+        tests=(TRAINING,),
+    ),
+    Mutation(
+        name="order: a bucket is reduced before it is flattened",
+        file=BUCKET,
+        within="NcclBucket._launch_on",
+        old="_order(stream, self.flattened.handle, reader)",
+        new="pass",
+        tests=(TRAINING,),
+    ),
+    Mutation(
+        name="order: gradients are dropped before they have been flattened",
+        file=BUCKET,
+        within="NcclBucket._release",
+        old="self.link.cuda.order_after(current, work.bucket.flattened)",
+        new="pass",
+        tests=(KEPT,),
+    ),
+    Mutation(
+        name="order: gradients that another stream has awaited are dropped without a word",
+        file=BUCKET,
+        within="NcclBucketWork.drop_gradients",
+        old="link.cuda.record_stream(gradient)",
+        new="pass",
+        tests=(KEPT,),
+    ),
     Mutation(
         name="order: a bucket is cast back on the caller's stream",
         file=BUCKET,

@@ -14,7 +14,9 @@ from libc.stdlib cimport calloc, free
 from libc.string cimport memcpy
 
 from fastcomm.transports.cuda.clock cimport Span
-from fastcomm.transports.cuda.driver cimport CUcontext, CUevent, CUstream, Producers, check, driver
+from fastcomm.transports.cuda.driver cimport (
+    CUcontext, CUevent, CUstream, Event, Producers, check, driver,
+)
 from fastcomm.transports.cuda.multi_tensor cimport MultiTensor
 from fastcomm.comm.gathering cimport GatheringBucket
 from fastcomm.comm.gradient_slot cimport GradientSlot
@@ -28,6 +30,7 @@ from fastcomm.transports.nccl.link cimport Link
 
 
 cdef int MAX_TOKENS = 16
+cdef int MAX_KEPT = 2  # buckets whose gradients are kept until they have been flattened
 
 
 @cython.freelist(8)
@@ -41,6 +44,8 @@ cdef class NcclBucketWork:
     cdef uint64_t number  # among those of the epoch
     cdef bint is_captured, is_awaited
     cdef CUstream awaited_on  # the stream that wait() ordered after the work
+    cdef list kept  # gradients that are flattened beside the stream that launched; or None
+    cdef CUstream launched_on
     cdef Span span  # of the times that somebody asks for; or None
 
     def wait(self):
@@ -48,6 +53,17 @@ cdef class NcclBucketWork:
         self.bucket.link.check_work(self.epoch, self.number)
         self.awaited_on = self.bucket.link.cuda.order_current_after(self.in_flight.done)
         self.is_awaited = True
+        self.drop_gradients(self.awaited_on)
+
+    cdef drop_gradients(self, CUstream current):
+        """Called when the current stream waits until they have been flattened."""
+        cdef Link link = self.bucket.link
+        if self.kept is not None:
+            if self.launched_on != current and link.cuda.record_stream is not None:
+                for gradient in self.kept:
+                    link.cuda.record_stream(gradient)
+            link.flattening.remove(self)
+            self.kept = None
 
     def is_completed(self):
         """Whether the result is in place. True for what was captured: nobody may ask for that."""
@@ -107,6 +123,7 @@ cdef class NcclBucket(GatheringBucket):
     cdef UsedMask used_mask
     cdef MultiTensor gathering, scattering, measuring
     cdef list kept  # gradients of this round that the launch will read where they are
+    cdef Event flattened
     cdef Producers producers
     cdef bint is_captured
 
@@ -123,7 +140,7 @@ cdef class NcclBucket(GatheringBucket):
         self.kept, self.wire_address = [], <void *><size_t>wire.data_ptr()
         self._fill_in_calls(bounds)
         self.used_mask = UsedMask(wire[wire.numel() - n:], flat.dtype, link.world_size)
-        self.producers = Producers(link.cuda)
+        self.flattened, self.producers = Event(link.cuda), Producers(link.cuda)
         self.hold(flat, views)
         numels = [real_numel(view) for view in views]
         self.gathering = MultiTensor(
@@ -231,9 +248,10 @@ cdef class NcclBucket(GatheringBucket):
         return len(self.views)
 
     def launch(self, str op, list missing, uint64_t step=0, NcclWeight weight=None):
-        """Reduces, and unflattens, on the lane's stream; flattens there, too, where all gradients
-        lie in the flat buffer. The memory of others may be used again as soon as the current stream
-        has read them: so they are flattened on that one.
+        """Flattens, reduces and unflattens beside what the current stream does next. Gradients that
+        do not lie in the flat buffer are kept until they have been flattened, on a stream that
+        waits for no collective. The current stream flattens them itself in a CUDA graph, and where
+        they have come on several streams.
         """
         cdef NcclBucketWork work = NcclBucketWork.__new__(NcclBucketWork)
         cdef Link link = self.link
@@ -246,7 +264,10 @@ cdef class NcclBucket(GatheringBucket):
             weight.adding_up.wait()  # the current stream does
             scale, divisor = weight.scale, <const void *><size_t>weight.total.data_ptr()
         self.posted = None
-        cdef CUstream current = link.cuda.current_stream()
+        cdef CUstream current = link.cuda.current_stream(), reader = self.lane.stream.handle
+        if self.kept:
+            is_alone = not self.is_captured and not self.producers.are_others(current)
+            reader = link.flattener.handle if is_alone else current
         work.is_captured = self.is_captured
         work.token = self.used_mask.token(op, () if work.is_captured else tuple(missing))
         if self.token is not work.token:
@@ -266,7 +287,7 @@ cdef class NcclBucket(GatheringBucket):
         link.launches.begin(self.lane, work.in_flight, op)
         try:
             code = self._launch_on(
-                work.in_flight, current, scale, divisor, flattens,
+                work.in_flight, current, reader, scale, divisor, flattens,
                 op_number(op if weight is None else "sum"), work.span, &failed,
             )
         finally:
@@ -276,18 +297,19 @@ cdef class NcclBucket(GatheringBucket):
         work.bucket, work.op = self, op
         work.epoch, work.number = link.epoch, work.in_flight.number
         self.posted = self.last = work
-        self._release(current)
+        self._release(current, work if reader != current else None)
         return work
 
     cdef int _launch_on(
-        self, InFlight in_flight, CUstream current, double scale, const void *divisor,
-        bint flattens, int op, Span span, const char **failed,
+        self, InFlight in_flight, CUstream current, CUstream reader, double scale,
+        const void *divisor, bint flattens, int op, Span span, const char **failed,
     ) except -1:
-        """Launches all steps of a bucket in one release of the GIL. Returns NCCL's code. failed:
-        see call_all().
+        """Launches all steps of a bucket in one release of the GIL. Returns NCCL's code.
+
+        reader: the stream that flattens. failed: see call_all().
         """
         cdef void *wire = self.wire_address
-        cdef bint scatters = self.scattering is not None, is_in_place = not self.kept
+        cdef bint scatters = self.scattering is not None
         cdef bint is_in_blocks = self.blocks is not None
         cdef CUstream stream = self.lane.stream.handle
         cdef CUevent gathered = NULL, began = NULL, ended = NULL
@@ -302,13 +324,13 @@ cdef class NcclBucket(GatheringBucket):
         with nogil:  # may wait inside NCCL, which connects at the first collective
             before = self.link.cuda.enter()
             try:
-                if flattens and not is_in_place:
-                    self.gathering.flatten_on(current, wire, scale, divisor)
-                check(driver.record_event(self.lane.ready.handle, current), b"cuEventRecord")
-                _record(gathered, current)
-                check(driver.wait_event(stream, self.lane.ready.handle, 0), b"cuStreamWaitEvent")
-                if flattens and is_in_place:  # scaled here: ncclAvg would turn NVLink SHARP off
-                    self.gathering.flatten_on(stream, wire, scale, divisor)
+                if reader != current:
+                    _order(reader, self.lane.ready.handle, current)
+                if flattens:  # scaled here: ncclAvg would turn NVLink SHARP off
+                    self.gathering.flatten_on(reader, wire, scale, divisor)
+                _record(gathered, current if reader == stream else reader)
+                if reader != stream:
+                    _order(stream, self.flattened.handle, reader)
                 _record(began, stream)
                 if is_in_blocks:
                     code = self.blocks.reduce_on(stream, self.lane.comm, op, failed)
@@ -345,11 +367,20 @@ cdef class NcclBucket(GatheringBucket):
                 self.link.cuda.order_after(current, self.in_flight.done)
         return 0
 
-    cdef _release(self, CUstream current):
-        """Drops the gradients. Everything that reads them has been launched on the current stream,
-        so their memory may be used for what that stream does next.
+    cdef _release(self, CUstream current, NcclBucketWork work):
+        """Hands the gradients to the work that reads them beside the current stream, or drops them:
+        their memory may be used for what the current stream does next.
         """
-        if self.producers.are_others(current):
+        cdef list flattening = self.link.flattening
+        if self.kept and work is not None:
+            work.kept, work.launched_on = self.kept, current
+            flattening.append(work)
+            if len(flattening) > MAX_KEPT:
+                work = flattening[0]
+                with nogil:  # may wait for room in the device's queue
+                    self.link.cuda.order_after(current, work.bucket.flattened)
+                work.drop_gradients(current)
+        elif self.producers.are_others(current):
             for gradient in self.kept:
                 self.producers.keep(gradient)
         self.kept = []
@@ -415,6 +446,12 @@ cdef class UsedMask:
         """Whether some rank has a gradient, by parameter. Waits for the device."""
         absent, _ = used_values(op)
         return (self.wire.float() != absent).tolist()
+
+
+cdef inline int _order(CUstream stream, CUevent event, CUstream other) except -1 nogil:
+    """Makes the stream wait for what the other one has been given so far."""
+    check(driver.record_event(event, other), b"cuEventRecord")
+    return check(driver.wait_event(stream, event, 0), b"cuStreamWaitEvent")
 
 
 cdef inline int _record(CUevent event, CUstream stream) except -1 nogil:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 
 import pytest
 import torch
@@ -78,6 +79,39 @@ def _train_some(place):
 
 def test_training_is_ordered_where_gradients_are_missing_or_accumulated():
     stand_in_values(2, _train_some)
+
+
+# Gradients that are flattened while the stream that launched goes on.
+
+
+def _launch_one_after_the_other(place, awaiting):
+    """How many gradients are kept after each launch, and when all have been awaited. Memory is
+    used again as soon as it is free.
+    """
+    comm = communicator(place)
+    with TorchStreams(comm, 2) as streams:
+        gradients, kept, works = [], [], []
+        for label in range(5):
+            flat = comm.empty(65, dtype=torch.float32).zero_()
+            bucket = comm.bind_bucket(flat, [flat[:64]], [0], wire_dtype=None, label=label)
+            parameter = torch.nn.Parameter(torch.zeros(64))
+            parameter.grad = torch.ones(64)
+            gradients.append(weakref.ref(parameter.grad))
+            bucket.gather([parameter])
+            works.append(bucket.launch("sum", []))
+            kept.append(sum(gradient() is not None for gradient in gradients))
+            torch.zeros(64)
+        with streams.on(streams.streams[awaiting]):
+            for work in works:
+                work.wait()
+        torch.zeros(64)
+    return kept, [gradient() for gradient in gradients]
+
+
+@pytest.mark.parametrize("awaiting", [0, 1], ids=["the same stream", "another stream"])
+def test_gradients_of_two_buckets_at_most_are_kept_until_they_have_been_flattened(awaiting):
+    for kept, left in stand_in_values(2, _launch_one_after_the_other, awaiting):
+        assert kept == [1, 2, 2, 2, 2] and left == [None] * 5
 
 
 # Gradients that autograd produces on another stream than the one that is current at the launch.
