@@ -103,11 +103,12 @@ step build 150 bash -e -c '
 step kernels 60 "$python" tests/gpu/launch_kernels.py
 step flatten 90 "$python" bench/flatten.py --rounds 5 --json "$folder/flatten.json"
 step tests 150 "${pytest[@]}" tests/gpu
-step step 90 "$python" bench/step.py --device cuda --rounds 14 --json "$folder/step-cuda.json"
+step step 120 "$python" bench/step.py --device cuda --models resnet50 bert gpt2 large \
+    --rounds 10 --json "$folder/step-cuda.json"
 step compiled 120 "$python" bench/compiled.py --device cuda --rounds 8
 step allreduce 60 "$python" bench/allreduce.py --device cuda -b 1K -e 64M -f 16 -n 100 \
     --json "$folder/allreduce-cuda.json"
-step documents 90 "${pytest[@]}" tests/docs/test_docs.py -k on_any_device
+step documents 140 "${pytest[@]}" tests/docs/test_docs.py -k on_any_device
 step reducer 150 "${pytest[@]}" "${reducer_files[@]}" -k "$reducer"
 for tool in memcheck racecheck; do
     if command -v compute-sanitizer >/dev/null; then

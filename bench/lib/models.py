@@ -206,6 +206,13 @@ class Bert(nn.Module):
         return pooled.tanh()
 
 
+def large_transformer() -> nn.Module:
+    """906 M parameters."""
+    torch.backends.cuda.matmul.allow_tf32 = True
+    layer = nn.TransformerEncoderLayer(2048, 16, 8192, 0.0, F.gelu, batch_first=True)
+    return nn.TransformerEncoder(layer, 18, enable_nested_tensor=False)
+
+
 def mean_square(model: nn.Module, batch: Tensor) -> Tensor:
     output: Tensor = model(batch)
     return output.square().mean()
@@ -276,5 +283,17 @@ CUDA_CASES = {
         Gpt2,
         lambda: torch.randint(50257, (8, 513)),
         in_bfloat16(next_token_loss),
+    ),
+    "large": Case(
+        "TransformerEncoder 2048 x 18, 4 x 1024 tokens, bfloat16",
+        lambda: large_transformer().bfloat16(),
+        lambda: torch.randn(4, 1024, 2048).bfloat16(),
+        mean_square,
+    ),
+    "large-float32": Case(
+        "TransformerEncoder 2048 x 18, 4 x 1024 tokens, TF32",
+        large_transformer,
+        lambda: torch.randn(4, 1024, 2048),
+        mean_square,
     ),
 }
