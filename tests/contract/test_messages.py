@@ -204,10 +204,12 @@ def _wait_for_nothing(place):
             comm.recv(torch.ones(3), 1)
         with pytest.raises(fastcomm.TimeoutError):  # as what has failed stays so
             comm.recv(torch.ones(3), 1, async_op=True).wait()
+        note(place, is_over=True)
         check_all_reduce(comm)
         check_all_reduce(comm)
         comm.close()
         return str(late.value)
+    wait_for_note(place, "is_over")
     check_all_reduce(comm)
     with pytest.raises(FastcommError, match=r"rank 0 failed in recv\(\)"):
         comm.send(torch.ones(3), 0)
