@@ -116,17 +116,20 @@ class Stragglers:
         self._watches = True
         self.follow(model)
 
-    def tell(self, n_rounds: int) -> None:
+    def tell(self, n_rounds: int, *beside: float) -> list[list[float]]:
         """Called when due: tells the other ranks what this one's steps took. Collective; but over
-        NCCL each second call only begins to measure.
+        NCCL each second call only begins to measure, and returns nothing. beside: what else to
+        tell. Returns that of every rank, by rank.
         """
         comm = self._comm
         if comm.has_streams and not self._has_measured(n_rounds):
-            return
+            return []
         n = n_rounds - self._began_at
         sees_forward = self.phases.sees_forward
         spent = self._measured() if comm.has_streams else self.phases.take()
-        ranks = gather_numbers(comm, [*(ns / n for ns in spent), sees_forward], torch.float64)
+        own = [*(ns / n for ns in spent), sees_forward, *beside]
+        told = gather_numbers(comm, own, torch.float64)
+        ranks = [one[: len(spent) + 1] for one in told]
         step_s = sum(ranks[0][:-1]) / 1e9
         wanted = int(WINDOW_S / step_s) if step_s > 0 else MOST_ROUNDS
         self._began_at = n_rounds
@@ -141,6 +144,7 @@ class Stragglers:
             self._n_windows += 1
         else:
             self._n_windows = 1
+        return [one[len(spent) + 1 :] for one in told]
 
     def _has_measured(self, n_rounds: int) -> bool:
         """Whether the rounds since the last call were measured on the device. If not, begins to.

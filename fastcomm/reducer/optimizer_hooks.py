@@ -26,7 +26,8 @@ from torch.optim.optimizer import (
 from torch.utils.weak import WeakIdKeyDictionary
 
 from fastcomm.comm.collective import steps_made
-from fastcomm.errors import FastcommError
+from fastcomm.comm.words import BEGINNINGS, RECORDS, STEPS, advice_on_bucket
+from fastcomm.errors import FastcommError, MismatchError
 from fastcomm.reducer.bucket import Bucket
 from fastcomm.reducer.gradient_state import is_of_this_rank
 from fastcomm.reducer.hooks import Untraced
@@ -71,6 +72,19 @@ class StepRecord:
     def packed(self) -> int:
         """Returns it as it travels with each bucket: see collective.steps_made."""
         return steps_made(self.n, self.record)
+
+    def compare(self, ranks: list[list[float]], rank: int, buckets: Sequence[Bucket]) -> None:
+        """Raises MismatchError, on every rank, where they differ. ranks: record and number of steps
+        of each, or none.
+        """
+        if len({tuple(one) for one in ranks}) > 1:
+            differs = STEPS if len({n for _, n in ranks}) > 1 else RECORDS
+            made = "; ".join(
+                f"rank {number} after {n:.0f} steps (record {int(record):08x})"
+                for number, (record, n) in enumerate(ranks)
+            )
+            last = f"; {self.last_in_words(rank, buckets)}" if differs == RECORDS else ""
+            raise MismatchError(f"{BEGINNINGS[differs]}: {made}{last}{advice_on_bucket(differs)}")
 
     def note(self, stepped: list[SteppedSlots], buckets: Sequence[Bucket]) -> None:
         """Count a step. Add to the record which parameters were stepped, unless all were: in any

@@ -646,17 +646,20 @@ class Reducer(ProcessBound, ReducerFlags):
         """Some rounds: whether the ranks still agree, and who was late. Called again, where a
         signal handler has raised, it does what is left.
         """
+        steps: list[list[float]] = []
         if self._audit is None and self.n_rounds < self._stragglers.due_at:
             return
         with self._outliving():
             if self._audit is not None:
                 self._audit.compare(self)
             if self.n_rounds >= self._stragglers.due_at and not is_joining(self.comm):
+                told = divmod(self.steps.packed(), 1 << 32)
                 with all_or_none(self.comm):
-                    self._stragglers.tell(self.n_rounds)
+                    steps = self._stragglers.tell(self.n_rounds, *told)
             if self._audit is not None:
                 self._audit.raise_trouble()
         self._stragglers.warn()
+        self.steps.compare(steps, self.comm.rank, self.buckets)  # over NCCL nothing else does
 
     def _replan(self, *, can_replan: bool) -> None:
         """See Planner.after_round."""

@@ -203,6 +203,31 @@ def test_ranks_tell_each_other_again_after_a_join(comm):
     assert reducer._stragglers.due_at > reducer.n_rounds
 
 
+@pytest.mark.transports("nccl")
+@pytest.mark.parametrize(
+    "differs, words",
+    [
+        ("steps", r"made different numbers .*: rank 0 after \d+ steps .*; rank 1 after .*refresh"),
+        ("records", r"not stepped alike.*: rank 0 after .*; rank 1 after (?s:.*)called clip_"),
+    ],
+)
+@on_ranks(2)
+@_telling_often
+def test_over_nccl_ranks_that_have_not_stepped_alike_are_told_with_their_phases(
+    comm, differs, words
+):
+    model, reducer, optimizer = _train(comm, steps=2)
+    optimizer.zero_grad()
+    model(torch.ones(4, 16)).sum().backward()
+    reducer.clip_grad_norm_(1.0 + comm.rank * (differs == "records"))
+    if comm.rank == 0 or differs == "records":
+        optimizer.step()
+    with pytest.raises(fastcomm.MismatchError, match=words):
+        _step(model, optimizer, 2 * stragglers.FIRST_ROUNDS)
+    reducer.refresh()
+    _step(model, optimizer, 2 * stragglers.FIRST_ROUNDS)
+
+
 @pytest.mark.transports("shm")
 @pytest.mark.parametrize("where", ["before", "after"])
 @on_ranks(2)

@@ -52,9 +52,11 @@ The tables do not cover what one rank alone does to its parameters: it steps gra
 On the CPU ranks compare a few elements of their parameters, and mostly get `MismatchError` in the
 next backward: [limits.md](limits.md) says what is not found.
 
-NCCL compares nothing before data moves. So over NCCL such a rank is not found, nor are ranks whose
-backward reaches two reducers of one communicator in different orders: give models that share a loss
-one reducer, `attach(nn.ModuleList([a, b]))`, if graphs differ between ranks.
+NCCL compares nothing before data moves. So over NCCL a rank that has skipped a step, or made one
+alone, is found when the ranks next tell each other what their steps took, about every 2 s. What one
+rank does to its parameters is not found, nor are ranks whose backward reaches two reducers of one
+communicator in different orders: give models that share a loss one reducer,
+`attach(nn.ModuleList([a, b]))`, if graphs differ between ranks.
 `reducer.check_in_sync()`, called now and then, finds all of it.
 
 Every line with an outcome is a test in `tests/matrix`. It runs with 2 ranks over shared memory and

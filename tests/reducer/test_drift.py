@@ -1,5 +1,5 @@
 """Ranks whose parameters have drifted apart in ways that no gradient shows: the next reduction is
-an error on every rank. Over NCCL nobody compares.
+an error on every rank. Over NCCL nobody compares parameters.
 """
 
 from __future__ import annotations

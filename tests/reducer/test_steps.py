@@ -1,5 +1,5 @@
 """Ranks that make different numbers of steps: their parameters differ, and all ranks hear of it in
-the next backward. Over NCCL, where nobody compares what is launched, the guarantee does not hold.
+the next backward. Over NCCL they hear of it later: see tests/insight/test_stragglers.py.
 """
 
 from __future__ import annotations
