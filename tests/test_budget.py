@@ -14,9 +14,9 @@ CODE = (".py", ".pyx", ".pxd", ".pyi", ".c", ".h", ".cpp", ".cu", ".cuh", ".sh",
 BUDGETS = {
     "fastcomm": 28500,
     "kernels": 3500,
-    "tests": 49990,
+    "tests": 50080,
     "bench": 6970,
-    "docs": 5320,
+    "docs": 5340,
 }
 SLACK = 0.01  # so that not every commit has to change this file
 

@@ -268,6 +268,73 @@ static void unequal_parts(struct rank *me) {
     }
 }
 
+enum { MEAN, SUM, LONGER, LATER, OTHER, WEIGHTED, SKIP, SKIP_LONGER, BARRIER, NO_DATA, ABANDON };
+
+static struct shm_descriptor announcement(struct rank *me, int what) {
+    struct shm_descriptor d = {.kind = SHM_ALL_REDUCE, .op = SHM_MEAN, .dtype = SHM_FLOAT32};
+    d.numel = what == LONGER || what == SKIP_LONGER ? 21 : 20;
+    d.label = what == OTHER ? 6 : 5;
+    d.step = what == LATER ? 4 : 3;
+    d.op = what == SUM                           ? SHM_SUM
+           : what == WEIGHTED                    ? SHM_WEIGHTED_MEAN
+           : what == SKIP || what == SKIP_LONGER ? SHM_SKIP
+                                                 : SHM_MEAN;
+    d.weight = d.scale = 1;
+    d.where = (uint64_t)(me->shared - me->world->segments[me->rank]);
+    if (what >= BARRIER) {
+        static const uint32_t kinds[] = {SHM_BARRIER, SHM_SHADOW, SHM_ABANDON};
+        d = (struct shm_descriptor){.kind = kinds[what - BARRIER], .where = SHM_PRIVATE};
+    }
+    return d;
+}
+
+/* What the last rank announces and what the others do; what all of them conclude. */
+static const struct {
+    int last, others, status;
+    bool is_skipped, has_no_data;
+} verdicts_of[] = {
+    {MEAN, MEAN, SHM_OK, false, false},
+    {SUM, MEAN, SHM_MISMATCH, false, false},
+    {LONGER, MEAN, SHM_MISMATCH, false, false},
+    {LATER, MEAN, SHM_MISMATCH, false, false},
+    {OTHER, MEAN, SHM_MISMATCH, false, false},
+    {BARRIER, MEAN, SHM_MISMATCH, false, false},
+    {WEIGHTED, MEAN, SHM_MISMATCH, false, false},
+    {WEIGHTED, WEIGHTED, SHM_OK, false, false},
+    {SKIP, MEAN, SHM_OK, true, false}, /* a vote goes with any op, and with nothing else */
+    {SKIP, WEIGHTED, SHM_OK, true, false},
+    {SKIP, SKIP, SHM_OK, true, false},
+    {SKIP_LONGER, MEAN, SHM_MISMATCH, true, false},
+    {NO_DATA, MEAN, SHM_OK, false, false},
+    {NO_DATA, WEIGHTED, SHM_OK, false, false},
+    {NO_DATA, SKIP, SHM_OK, true, false},
+    {NO_DATA, SUM, SHM_MISMATCH, false, false},
+    {NO_DATA, BARRIER, SHM_MISMATCH, false, false},
+    {NO_DATA, NO_DATA, SHM_OK, false, true},
+    {ABANDON, MEAN, SHM_ABANDONED, false, false}, /* before anything else */
+    {ABANDON, SKIP, SHM_ABANDONED, true, false},
+    {ABANDON, NO_DATA, SHM_ABANDONED, false, false},
+    {ABANDON, ABANDON, SHM_OK, false, false},
+};
+
+static void verdicts(struct rank *me) {
+    for (size_t i = 0; i < sizeof verdicts_of / sizeof *verdicts_of; i++) {
+        bool is_last = me->rank == me->world_size - 1;
+        struct request q = {.input = me->shared, .output = me->shared};
+        q.descriptor = announcement(me, is_last ? verdicts_of[i].last : verdicts_of[i].others);
+        if (q.descriptor.kind != SHM_ALL_REDUCE) {
+            q.input = q.output = NULL;
+        }
+        uint32_t seq = post(me, &q);
+        int status = wait_for(me, seq);
+        CHECK(status == verdicts_of[i].status, "row %lu ended with status %d", i, status);
+        CHECK(shm_is_skipped(me->comm, seq) == verdicts_of[i].is_skipped, "row %lu", i);
+        CHECK(status != SHM_OK || shm_all_shadow(me->comm, seq) == verdicts_of[i].has_no_data,
+              "row %lu", i);
+    }
+    all_reduce_ints(me, 1000, me->shared);
+}
+
 /* Posts in `seq` what the C core would not: some bits of a descriptor are others. */
 static void post_damaged(struct rank *me, uint32_t seq, struct shm_descriptor d) {
     struct shm_comm *comm = me->comm;
@@ -428,6 +495,7 @@ const struct scenario scenarios[] = {
     {"scattered", scattered, ALWAYS},
     {"shards", shards, ALWAYS},
     {"unequal_parts", unequal_parts, ALWAYS},
+    {"verdicts", verdicts, ALWAYS},
     {"damaged_descriptors", damaged_descriptors, ALWAYS},
     {"wrap_around", wrap_around, ALWAYS},
     {"killed_after_its_last_small_one", killed_after_its_last_small_one, KILLS},
