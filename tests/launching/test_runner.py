@@ -81,6 +81,7 @@ fastcomm.launch(train, ranks=2)
 """
 
 
+@pytest.mark.thorough
 def test_a_script_that_each_rank_would_launch_again_is_refused(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(UNGUARDED)
@@ -98,6 +99,7 @@ def _return_a_lock():
     return threading.Lock()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "function, words",
     [

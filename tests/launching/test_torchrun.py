@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -33,6 +34,7 @@ def left_in(folder: Path) -> dict[str, Any]:
     return end
 
 
+@pytest.mark.thorough
 def test_a_training_whose_rank_was_killed_goes_on_from_its_checkpoint_to_the_same_end(
     tmp_path: Path,
 ) -> None:
