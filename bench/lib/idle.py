@@ -43,7 +43,7 @@ class IdleBucket(BoundBucket):
         self._posted = None
         return self._bucket.gather(parameters)
 
-    def launch(self, op: str, missing: list[int], step: int = 0, weight: Any = None) -> BucketWork:
+    def launch(self, op: str, missing: list[int], *rest: Any, **named: Any) -> BucketWork:
         self._posted = IdleWork(self._n, self._wait)
         return self._posted
 

@@ -40,8 +40,8 @@ class BucketWork(Work):
         """
 
     def is_skipped(self) -> bool:
-        """After `wait`: whether some rank has launched it with op collective.SKIP; all ranks hear
-        of it. There is no result then.
+        """After `wait`: whether some rank has voted, where votes travel by themselves. All ranks
+        hear of it, and there is no result then.
         """
         return False
 
@@ -79,12 +79,16 @@ class BoundBucket(abc.ABC):
         """
 
     @abc.abstractmethod
-    def launch(self, op: str, missing: list[int], step: int = 0, weight: Any = None) -> BucketWork:
+    def launch(
+        self, op: str, missing: list[int], step: int = 0, weight: Any = None, votes: bool = False
+    ) -> BucketWork:
         """Starts reducing the flat buffer, in place. missing: the views for which this rank has no
         gradient; the others hear of it.
 
-        op: as Communicator.all_reduce, one of collective.WEIGHTED_OPS or, where carries_votes,
-        collective.SKIP, which goes with any op of the other ranks.
+        op: as Communicator.all_reduce, or one of collective.WEIGHTED_OPS.
+
+        votes: this rank votes to drop the round, and nothing of it counts. The others see
+        is_skipped or, over NCCL, a NaN in the result.
 
         weight: for the ops of collective.WEIGHTED_OPS, what share_weight has returned. Where its
         total is 0, all views are missing.
@@ -134,8 +138,6 @@ class Transport(Communicator):
     cuda: Any  # where there are streams: the device, a fastcomm.transports.cuda.driver.Device
     # all ranks hear of a collective before any of them has its result, and which one it is
     announces: bool
-    counts_nonfinite: bool  # buckets have square_sum() and n_nonfinite()
-    carries_votes: bool  # buckets can be launched with op collective.SKIP
     crosses_network: bool  # ranks may be on several hosts, and the CPU moves the data
     is_threadsafe: bool  # any number of threads may call it and wait at once
 
@@ -191,6 +193,12 @@ class Transport(Communicator):
         """
         del reducer
         return weight
+
+    def refuse_vote(self, op: str, looks_for_nan: bool) -> None:
+        """Raises FastcommError where a vote could not reach the other ranks. op: of the reducer.
+        looks_for_nan: whether it drops rounds whose result is not finite.
+        """
+        del op, looks_for_nan
 
     def shadow(self) -> bool:
         """Takes part, without data, in the other ranks' next collective, the reduction of a bucket,

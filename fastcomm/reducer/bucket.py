@@ -94,7 +94,7 @@ class Bucket(Counter):
         self.views = views
         self.gradient_state = GradientState(self._references, views, n_rounds)
         self.shard: BucketShard | None = None  # of a model that a ShardedOptimizer steps
-        self._counts_nonfinite, self._has_streams = comm.counts_nonfinite, comm.has_streams
+        self._has_streams = comm.has_streams
         self._is_gathered = False  # in this round
         self._is_vote = False  # launch_vote() has launched it in this round
         # Gradients of parameters that got none in this backward, kept in case no other rank has got
@@ -190,17 +190,13 @@ class Bucket(Counter):
         for i in self.gradient_state.give_up_displaced():
             self.views[i] = self._view(i)
 
-    def launch_vote(self, op: str, step: int, weight: Any, *, with_nan: bool) -> None:
-        """Takes part without any gradient, as all ranks will drop this round. op: collective.SKIP;
-        or with_nan, where that does not travel, the op of all ranks: a NaN is the vote then.
-        """
+    def launch_vote(self, op: str, step: int, weight: Any) -> None:
+        """Takes part without any gradient, as all ranks will drop this round."""
         self._is_vote = True
         self._note_staying()
         missing = self._bound.gather([None] * len(self.views))
         self._is_gathered = True
-        if with_nan:
-            self.flat[0] = float("nan")
-        self._bound.launch(op, missing, step, weight)
+        self._bound.launch(op, missing, step, weight, votes=True)
 
     def _leave_out(
         self, taking_part: list[Parameter | None], keeps_graph: bool
@@ -377,7 +373,7 @@ class Bucket(Counter):
         int64 scalar. None if the transport has not counted.
         """
         is_partial = self._is_sharded and self._has_streams
-        return self._bound.n_nonfinite() if self._counts_nonfinite and not is_partial else None
+        return None if is_partial else self._bound.n_nonfinite()
 
     def reduced_part(self) -> Tensor:
         """The result of the last round, as far as this rank needs it: all, or its shard."""
@@ -469,8 +465,6 @@ class Bucket(Counter):
         only if every rank takes them in one way. So gradients that lie elsewhere are copied to the
         flat buffer: on a device all of them, on the CPU those that the user also holds.
         """
-        if not self._counts_nonfinite:
-            return None
         outside = self._outside()
         if any(self._is_misfit(i, gradient) for i, gradient in outside):
             return None

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from fastcomm.comm.abandonment import GONE_ON, note_abandoned
-from fastcomm.comm.collective import SKIP, with_checksum
+from fastcomm.comm.collective import with_checksum
 from fastcomm.comm.transport import Transport, Weight
 from fastcomm.comm.words import RECORDS
 from fastcomm.errors import AbandonedError, FastcommError, MismatchError
@@ -187,7 +187,7 @@ class Round(RoundFlags):
         )
         try:
             if self.votes_to_skip:
-                self._launch_vote(bucket, step)
+                bucket.launch_vote(self.op, step, self._shared_weight)
             else:
                 bucket.launch(
                     self.op,
@@ -202,12 +202,6 @@ class Round(RoundFlags):
         if self.observer is not None:
             self.observer.after_launch(self, self._n_launched)
         self._n_launched += 1
-
-    def _launch_vote(self, bucket: Bucket, step: int) -> None:
-        if self._comm.carries_votes:
-            bucket.launch_vote(SKIP, step, None, with_nan=False)
-        else:
-            bucket.launch_vote(self.op, step, self._shared_weight, with_nan=True)
 
     def _share_weight(self, weight: Weight) -> None:
         if self._shared_weight is None:
@@ -272,8 +266,7 @@ class Round(RoundFlags):
 
     def _settle_or_drop(self) -> State:
         """Settle or drop the gradients of all buckets."""
-        if self._comm.carries_votes:
-            self.was_voted_down = any(bucket.is_skipped() for bucket in self.buckets)
+        self.was_voted_down = any(bucket.is_skipped() for bucket in self.buckets)
         verdicts = [extension.verdict(self) for extension in self.extensions]
         if self.was_voted_down or any(verdicts):
             for bucket in self.buckets:

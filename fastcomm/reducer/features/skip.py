@@ -3,7 +3,7 @@ gradients are not finite. Holds this rank's vote, the verdict on the last round,
 were to blame.
 
 All ranks come to the same verdict without a message of its own: a vote travels with the buckets of
-the round (collective.SKIP), and reduced gradients are equal on all ranks. Over NCCL, where no host
+the round, and reduced gradients are equal on all ranks. Over NCCL, where no host
 looks at what travels, a vote is a NaN in the gradients. Only when a round is dropped do the ranks
 tell each other why, and rank 0 logs it.
 """
@@ -81,18 +81,7 @@ class Skipping(RoundExtension):
 
     def refuse_vote(self) -> None:
         """Raise FastcommError where a vote could not reach the other ranks."""
-        if self._comm.carries_votes:
-            return
-        if not self._options.skip_nonfinite:
-            raise FastcommError(
-                f"over {self._comm.backend} a vote to skip travels as a NaN, which nobody looks "
-                "for: make the reducer with skip_nonfinite=True, on every rank"
-            )
-        if self._options.op not in ("sum", "mean"):
-            raise FastcommError(
-                f"over {self._comm.backend} a vote to skip travels as a NaN, which op "
-                f"{self._options.op} may lose: use op sum or mean"
-            )
+        self._comm.refuse_vote(self._options.op, self._options.skip_nonfinite)
 
     # -- a round -----------------------------------------------------------------------------------
 

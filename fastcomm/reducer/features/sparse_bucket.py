@@ -163,7 +163,7 @@ class SparseBucket(Bucket):
                 values.append(values_of(gradient))
         inspect(names, values)
 
-    def launch_vote(self, op: str, step: int, weight: Any, *, with_nan: bool) -> None:
+    def launch_vote(self, op: str, step: int, weight: Any) -> None:
         """Takes part without any gradient: the offer carries the vote, over every transport."""
         n = len(self.names)
         self._is_vote = True
@@ -333,16 +333,14 @@ class SparseBucket(Bucket):
                 total += (~as_pairs(values_of(result)).isfinite()).sum()
         return total
 
-    def square_sum(self) -> Tensor | None:
+    def square_sum(self) -> Tensor:
         return self._measured(lambda values: values.abs().double().square().sum(), torch.float64)
 
-    def n_nonfinite_now(self) -> Tensor | None:
+    def n_nonfinite_now(self) -> Tensor:
         return self._measured(lambda values: (~values.isfinite()).sum(), torch.int64)
 
-    def _measured(self, measure: Callable[[Tensor], Tensor], dtype: torch.dtype) -> Tensor | None:
+    def _measured(self, measure: Callable[[Tensor], Tensor], dtype: torch.dtype) -> Tensor:
         """The sum of what `measure` says of each gradient's values."""
-        if not self._counts_nonfinite:
-            return None
         total = torch.zeros((), dtype=dtype, device=self._comm.device)
         for parameter in self.parameters:
             if parameter is not None and parameter.grad is not None:

@@ -12,13 +12,13 @@ from __future__ import annotations
 import queue
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.nn import Parameter
 
-from fastcomm.comm.collective import used_values
+from fastcomm.comm.collective import SKIP, used_values
 from fastcomm.comm.gathering import CopiedGradients
 from fastcomm.comm.times import SLICE_S
 from fastcomm.comm.transport import BoundBucket, BucketWork, Weight
@@ -258,9 +258,11 @@ class GroupBucket(BoundBucket):
         return self._copied.gather(parameters)
 
     def launch(
-        self, op: str, missing: list[int], step: int = 0, weight: Weight | None = None
+        self, op: str, missing: list[int], step: int = 0, weight: Any = None, votes: bool = False
     ) -> GroupWork:
         """Waits for nobody."""
+        if votes:
+            op, weight = SKIP, None
         self._newest = None
         absent, present = used_values(op)
         self._used_mask.fill_(present)

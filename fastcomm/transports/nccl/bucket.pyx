@@ -247,7 +247,9 @@ cdef class NcclBucket(GatheringBucket):
         self.flat.zero_()
         return len(self.views)
 
-    def launch(self, str op, list missing, uint64_t step=0, NcclWeight weight=None):
+    def launch(
+        self, str op, list missing, uint64_t step=0, NcclWeight weight=None, bint votes=False
+    ):
         """Flattens, reduces and unflattens beside what the current stream does next. Gradients that
         do not lie in the flat buffer are kept until they have been flattened, on a stream that
         waits for no collective. The current stream flattens them itself in a CUDA graph, and where
@@ -260,6 +262,8 @@ cdef class NcclBucket(GatheringBucket):
         cdef const char *failed = NULL
         cdef int code
         link.check_usable()
+        if votes:
+            self.flat[0] = float("nan")
         if weight is not None:  # what is added is scaled before
             weight.adding_up.wait()  # the current stream does
             scale, divisor = weight.scale, <const void *><size_t>weight.total.data_ptr()

@@ -32,6 +32,18 @@ def refuse_in_join(comm: NcclCommunicator) -> None:
         )
 
 
+def refuse_vote(comm: NcclCommunicator, op: str, looks_for_nan: bool) -> None:
+    if not looks_for_nan:
+        raise FastcommError(
+            "over nccl a vote to skip travels as a NaN, which nobody looks for: make the reducer "
+            "with skip_nonfinite=True, on every rank"
+        )
+    if op not in ("sum", "mean"):
+        raise FastcommError(
+            f"over nccl a vote to skip travels as a NaN, which op {op} may lose: use op sum or mean"
+        )
+
+
 def share_weight(comm: NcclCommunicator, weight: Weight, reducer: int | None = None) -> NcclWeight:
     """The host waits for nothing."""
     if comm.is_captured():

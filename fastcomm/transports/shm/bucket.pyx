@@ -3,7 +3,7 @@
 
 import torch
 
-from fastcomm.comm.collective import real_numel, used_values
+from fastcomm.comm.collective import SKIP, real_numel, used_values
 from fastcomm.comm.transport import BoundBucket, BucketWork
 
 from libc.math cimport isnan
@@ -101,9 +101,11 @@ cdef class ShmBucket(GatheringBucket):
         self.next = work
         return work
 
-    def launch(self, str op, list missing, uint64_t step=0, weight=None):
+    def launch(self, str op, list missing, uint64_t step=0, weight=None, bint votes=False):
         cdef ShmWork work = self.next or self._next_work(0)
         cdef int kind = SHM_ALL_REDUCE if self.bounds is None else SHM_REDUCE_SCATTER_V
+        if votes:
+            op, weight = SKIP, None
         cdef shm_descriptor d = descriptor(kind, bucket_op_code(op))
         cdef char *data = self.ring.check(self.wire, &d)
         self.next = self.posted = None

@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from fastcomm import AbandonedError, MismatchError
-from fastcomm.comm.collective import SKIP
 from fastcomm.transports.group import work_queue
 from fastcomm.transports.group.wire import Wire
 from tests.support.bodies import communicator, note, wait_for_note
@@ -206,7 +205,7 @@ def test_a_rank_that_hears_of_an_abandonment_has_nothing_in_flight_behind_it(com
 def test_a_vote_leaves_nothing_in_flight(comm, wire_dtype):
     for voter in (0, 1):
         _, (bucket,) = buckets_of(comm, 1, wire_dtype)
-        work = bucket.launch(SKIP if comm.rank == voter else "sum", [])
+        work = bucket.launch("sum", [], votes=comm.rank == voter)
         work.wait()
         assert work.is_skipped()
         check_all_reduce(comm, LARGE)
