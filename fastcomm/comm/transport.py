@@ -93,8 +93,8 @@ class BoundBucket(abc.ABC):
         weight: for the ops of collective.WEIGHTED_OPS, what share_weight has returned. Where its
         total is 0, all views are missing.
 
-        step: what this rank's optimizers have done: see collective.steps_made. Ranks that have made
-        different numbers get MismatchError, all of them; over NCCL only where one waits for ever.
+        step: what this rank's optimizers have done: see collective.steps_made. Ranks that differ
+        get MismatchError, all of them, but not over NCCL.
         """
 
     def note_stream(self) -> None:
@@ -103,11 +103,12 @@ class BoundBucket(abc.ABC):
         """
         raise NotImplementedError
 
-    def count_results(self, adds_squares: bool) -> None:
+    def count_results(self, adds_squares: bool) -> bool:
         """Counts while reducing, from the next launch on, where the transport can: for n_nonfinite
-        and, with adds_squares, for square_sum. Cannot be undone.
+        and, with adds_squares, for square_sum. Cannot be undone. Returns whether it can.
         """
         del adds_squares
+        return False
 
     def square_sum(self) -> Tensor | None:
         """The sum over the views, a float64 scalar on their device: as they are now or, after
@@ -131,13 +132,9 @@ class Transport(Communicator):
     n_abandoned: int  # how often a round was abandoned, by this rank or another
     # the newest one, until note_settled() is called
     abandonment: Abandonment | None
-    # Refuse all collectives but reductions of buckets. Where nothing announces; see shadow().
-    reduces_buckets_only: bool
     # Capabilities, by which callers choose; they ask for no transport by its type.
     has_streams: bool  # work is ordered by streams, on which buckets note their gradients
     cuda: Any  # where there are streams: the device, a fastcomm.transports.cuda.driver.Device
-    # all ranks hear of a collective before any of them has its result, and which one it is
-    announces: bool
     crosses_network: bool  # ranks may be on several hosts, and the CPU moves the data
     is_threadsafe: bool  # any number of threads may call it and wait at once
 
@@ -195,9 +192,7 @@ class Transport(Communicator):
         return weight
 
     def refuse_vote(self, op: str, looks_for_nan: bool) -> None:
-        """Raises FastcommError where a vote could not reach the other ranks. op: of the reducer.
-        looks_for_nan: whether it drops rounds whose result is not finite.
-        """
+        """Raises FastcommError where no vote would reach the other ranks, not even as a NaN."""
         del op, looks_for_nan
 
     def shadow(self) -> bool:
@@ -206,11 +201,17 @@ class Transport(Communicator):
         bucket are undefined afterwards. Waits for the others. Returns True if all ranks have called
         this, so that there was nothing to reduce.
 
-        Raises MismatchError, on every rank, if the others call anything else. Where nothing
-        `announces`, it takes part in a whole round: the ranks with data begin each one by
-        share_weight with the reducer's number, and have reduces_buckets_only set.
+        Raises MismatchError, on every rank, if the others call anything else. Where set_joining
+        says so, it takes part in a whole round.
         """
         raise NotImplementedError
+
+    def set_joining(self, is_on: bool) -> bool:
+        """A join() begins, or ends. Returns whether ranks with data have to begin each round by
+        share_weight with the reducer's number, as ranks in shadow() hear of nothing else.
+        """
+        del is_on
+        return False
 
     def refuse_capture(self, what: str) -> None:
         """Raises FastcommError if a CUDA graph is being captured. what: the call that would wait

@@ -187,8 +187,8 @@ class Watchdog:
             except Exception as error:  # the device is broken, or we have a bug
                 self.give_up(comm, FastcommError(f"rank {comm.rank}: {error}"))
             del comm
-        for lifeline in self._lifelines.values():
-            os.close(lifeline)
+        while self._lifelines:
+            os.close(self._lifelines.popitem()[1])
 
     def _tick(self, comm: Watched) -> None:
         error = comm._asynchronous_error()
@@ -310,10 +310,10 @@ class Watchdog:
         """NCCL's error. If NCCL has lost a rank of this host, names it: a process closes its
         connections a moment before it ends.
         """
-        if isinstance(error, PeerLostError) and not error.ranks:
-            dead = [rank for rank in self._dead(LOOK_S) if rank not in self._closed]
-            return PeerLostError(f"{self._gone(dead)}; {error}", dead) if dead else error
-        return error
+        is_nameless = isinstance(error, PeerLostError) and not error.ranks
+        ended = self._dead(LOOK_S) if is_nameless else []
+        dead = [rank for rank in ended if rank not in self._closed]
+        return PeerLostError(f"{self._gone(dead)}; {error}", dead) if dead else error
 
     def _gone(self, dead: list[int]) -> str:
         return ", ".join(

@@ -465,14 +465,15 @@ class Bucket(Counter):
         only if every rank takes them in one way. So gradients that lie elsewhere are copied to the
         flat buffer: on a device all of them, on the CPU those that the user also holds.
         """
+        # On every rank, whatever this one has found: the next round is then counted on all.
+        if not self._has_streams and not self._bound.count_results(True):
+            return None
         outside = self._outside()
         if any(self._is_misfit(i, gradient) for i, gradient in outside):
             return None
         if self._has_streams:
             return self._count_with(outside, count)
         is_in_flat = self._is_in_flat(outside)
-        # On every rank, whatever this one has found: the next round is then counted on all.
-        self._bound.count_results(True)
         is_unchanged = self._sample.is_unchanged((self._held or {}).values())
         return count() if is_in_flat and is_unchanged else None
 

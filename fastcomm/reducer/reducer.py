@@ -859,7 +859,7 @@ class Reducer(ProcessBound, ReducerFlags):
         if self.deferred is not None:
             self._raise_deferred()
         skipping = self._skipping()
-        skipping.refuse_vote()
+        self.comm.refuse_vote(self.options.op, self.options.skip_nonfinite)
         self._refuse_late_vote()
         skipping.vote = skipping.vote or "called skip_step()"
         if self.round is not None:
@@ -881,7 +881,7 @@ class Reducer(ProcessBound, ReducerFlags):
             raise TypeError("skip_step_on() takes the types of exceptions; got none")
         self._require_model()
         skipping = self._skipping()
-        skipping.refuse_vote()
+        self.comm.refuse_vote(self.options.op, self.options.skip_nonfinite)
         return skipping.skip_on(exceptions, self.skip_step, self.synchronize)
 
     @property
@@ -1002,7 +1002,7 @@ class Reducer(ProcessBound, ReducerFlags):
         as torch.nn.utils.clip_grad_norm_. Raises as grad_norm().
 
         Every rank calls it, with the same number, or none: where ranks differ, the next reduction
-        raises MismatchError, but for NCCL's.
+        raises MismatchError; over NCCL one within seconds.
         """
         if not max_norm > 0:  # NaN is none
             raise ValueError(f"max_norm must be positive; got {max_norm}")

@@ -140,14 +140,9 @@ class Join(ProcessBound, Generic[T]):
             outer._states += [one for one in self._state if not holds(outer._states, one)]
             return
         _open[self._comm], self.joined = self, self._reducers()
-        self._restrict(True)
-        if not self._comm.announces:  # ranks with data have to tell the others what comes next
+        if self._comm.set_joining(True):
             for reducer in self.joined:
                 reducer.install(_Announcing(self, reducer))
-
-    def _restrict(self, is_on: bool) -> None:
-        if not self._comm.announces:
-            self._comm.reduces_buckets_only = is_on
 
     @contextlib.contextmanager
     def _closing(self) -> Iterator[None]:
@@ -162,7 +157,7 @@ class Join(ProcessBound, Generic[T]):
 
     def _close(self) -> None:
         _open.pop(self._comm, None)
-        self._restrict(False)
+        self._comm.set_joining(False)
         for reducer in self.joined:
             announcing = reducer.find(_Announcing)
             if announcing is not None:
@@ -211,7 +206,7 @@ class Join(ProcessBound, Generic[T]):
 
     def _meet(self) -> None:
         """All ranks are done: makes them equal to one that went furthest."""
-        self._restrict(False)
+        self._comm.set_joining(False)
         reducers = self._reducers()
         ours = Progress.of(reducers, self._states)
         ranks = gather_objects(self._comm, ours, "join()")

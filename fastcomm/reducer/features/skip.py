@@ -79,10 +79,6 @@ class Skipping(RoundExtension):
         self._found: dict[str, int] = {}  # see Cause
         self.is_skipped = False
 
-    def refuse_vote(self) -> None:
-        """Raise FastcommError where a vote could not reach the other ranks."""
-        self._comm.refuse_vote(self._options.op, self._options.skip_nonfinite)
-
     # -- a round -----------------------------------------------------------------------------------
 
     def before_round(self, round: Round) -> None:

@@ -326,8 +326,7 @@ class SparseBucket(Bucket):
         return self._work is not None and self._work.is_skipped()
 
     def n_nonfinite_in_result(self) -> Tensor:
-        """Counts in the results. A vote counts as one, since it may not be heard elsewhere."""
-        total = torch.zeros((), dtype=torch.int64, device=self._comm.device) + self.is_skipped()
+        total = torch.zeros((), dtype=torch.int64, device=self._comm.device)
         for result in self._results or ():
             if result is not None:
                 total += (~as_pairs(values_of(result)).isfinite()).sum()

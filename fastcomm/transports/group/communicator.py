@@ -82,7 +82,7 @@ class GroupCommunicator(Transport):
     backend = "group"
     has_streams = False
     progresses_itself = is_threadsafe = feeds_back_errors = True
-    announces = crosses_network = True
+    crosses_network = True
     wire_dtypes = (*WIRE_DTYPES, *BLOCK_DTYPES)
     # Without a Python frame, in which a signal handler might raise.
     n_abandoned = property(attrgetter("_queue.n_abandoned"))

@@ -44,7 +44,7 @@ cdef class NcclBucketWork:
     cdef uint64_t number  # among those of the epoch
     cdef bint is_captured, is_awaited
     cdef CUstream awaited_on  # the stream that wait() ordered after the work
-    cdef list kept  # gradients that are flattened beside the stream that launched; or None
+    cdef readonly list kept  # gradients that are flattened beside the stream that launched
     cdef CUstream launched_on
     cdef Span span  # of the times that somebody asks for; or None
 
@@ -58,12 +58,12 @@ cdef class NcclBucketWork:
     cdef drop_gradients(self, CUstream current):
         """Called when the current stream waits until they have been flattened."""
         cdef Link link = self.bucket.link
-        if self.kept is not None:
+        if self.kept:
             if self.launched_on != current and link.cuda.record_stream is not None:
                 for gradient in self.kept:
                     link.cuda.record_stream(gradient)
-            link.flattening.remove(self)
-            self.kept = None
+            self.kept.clear()
+            link.launches.flattening.remove(self)
 
     def is_completed(self):
         """Whether the result is in place. True for what was captured: nobody may ask for that."""
@@ -297,6 +297,8 @@ cdef class NcclBucket(GatheringBucket):
         finally:
             link.launches.end(self.lane, work.in_flight, work.is_captured)
         if code != ncclSuccess:
+            if self.kept:  # they are dropped, but may be read yet
+                link.cuda.order_after(current, self.flattened)
             raise link.reason(link.error(code, failed))
         work.bucket, work.op = self, op
         work.epoch, work.number = link.epoch, work.in_flight.number
@@ -308,9 +310,8 @@ cdef class NcclBucket(GatheringBucket):
         self, InFlight in_flight, CUstream current, CUstream reader, double scale,
         const void *divisor, bint flattens, int op, Span span, const char **failed,
     ) except -1:
-        """Launches all steps of a bucket in one release of the GIL. Returns NCCL's code.
-
-        reader: the stream that flattens. failed: see call_all().
+        """Launches all steps of a bucket in one release of the GIL. Returns NCCL's code. failed:
+        see call_all(). reader: the stream that flattens.
         """
         cdef void *wire = self.wire_address
         cdef bint scatters = self.scattering is not None
@@ -372,10 +373,8 @@ cdef class NcclBucket(GatheringBucket):
         return 0
 
     cdef _release(self, CUstream current, NcclBucketWork work):
-        """Hands the gradients to the work that reads them beside the current stream, or drops them:
-        their memory may be used for what the current stream does next.
-        """
-        cdef list flattening = self.link.flattening
+        """Drops the gradients, or hands them to the work that reads them beside this stream."""
+        cdef list flattening = self.link.launches.flattening
         if self.kept and work is not None:
             work.kept, work.launched_on = self.kept, current
             flattening.append(work)

@@ -141,7 +141,7 @@ cdef class NcclCommunicator:
 
     backend = "nccl"
     has_streams = progresses_itself = True
-    is_threadsafe = feeds_back_errors = announces = False
+    is_threadsafe = feeds_back_errors = False
     crosses_network = False
     wire_dtypes = (*WIRE_DTYPES, *FP8, torch.int8)
     __enter__, __exit__ = Transport.__enter__, Transport.__exit__
@@ -149,7 +149,8 @@ cdef class NcclCommunicator:
     __reduce_ex__, instead = Transport.__reduce_ex__, Transport.instead
     rebuild, split = Transport.rebuild, Transport.split
     send, recv, end_channels = Transport.send, Transport.recv, Transport.end_channels
-    share_weight, shadow, refuse_vote = rounds.share_weight, rounds.shadow, rounds.refuse_vote
+    share_weight, shadow = rounds.share_weight, rounds.shadow
+    set_joining, refuse_vote = rounds.set_joining, rounds.refuse_vote
 
     def __cinit__(
         self, int rank, int world_size, int local_rank, object bootstrap, object timeout,

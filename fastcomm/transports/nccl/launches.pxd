@@ -13,6 +13,7 @@ cdef class Launches:
     cdef object records
     # of works that are gone, the oldest first; their launches may not be over
     cdef readonly object unused
+    cdef list flattening  # works of buckets whose gradients may not have been read yet
     cdef ThreadCall newest_question
     cdef InFlight new_record(self)
     cdef InFlight take_record(self)

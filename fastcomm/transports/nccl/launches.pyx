@@ -31,7 +31,7 @@ cdef class Launches:
 
     def __cinit__(self, Device cuda, list lanes, FlightRecorder flight):
         self.cuda, self.lanes, self.flight = cuda, lanes, flight
-        self.records, self.unused = weakref.WeakSet(), deque()
+        self.records, self.unused, self.flattening = weakref.WeakSet(), deque(), []
 
     cdef InFlight new_record(self):
         in_flight = InFlight(self.cuda)
@@ -55,6 +55,9 @@ cdef class Launches:
 
     cdef forget_tensors(self):
         """All that was launched is over."""
+        for work in self.flattening:
+            work.kept.clear()
+        self.flattening.clear()
         for in_flight in _members(self.records):
             (<InFlight>in_flight).tensors = None
 

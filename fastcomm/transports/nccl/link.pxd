@@ -17,7 +17,6 @@ cdef class Link:
     cdef object __weakref__
     cdef Device cuda
     cdef Stream flattener  # for gradients that lie elsewhere than in their bucket
-    cdef list flattening  # works of buckets whose gradients it may not have read yet
     cdef list lanes
     cdef Launches launches
     cdef CapturedGraphs graphs  # with collectives of these ranks

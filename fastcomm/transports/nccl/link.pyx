@@ -62,8 +62,7 @@ cdef class Link:
         self.life, self.bootstrap = Lifetime(), bootstrap
         self.ending, self.buckets, self.rejoining = threading.Lock(), weakref.WeakSet(), []
         self.cuda, self.lanes = Device(device), []
-        self.flattener, self.flattening = Stream(self.cuda), []
-        self.graphs = CapturedGraphs(self.cuda)
+        self.flattener, self.graphs = Stream(self.cuda), CapturedGraphs(self.cuda)
         self.heard_in = -1
         facts = bootstrap.exchange([os.getpid(), *load()], (messages.PID, int, str))
         refuse_different_versions([library for _, *library in facts])
@@ -480,10 +479,11 @@ cdef class Link:
         """The error to raise after a call into NCCL has failed: the watchdog's, if that ended the
         call; else `error`, which then ends the communicator.
         """
+        error = self.watchdog.named(error)  # which may wait, and another rank abandon meanwhile
         if self.interruption is not None:
             return self._take_interruption()
         if self.life.failure is None:
-            self.watchdog.give_up(self, self.watchdog.named(error))
+            self.watchdog.give_up(self, error)
         return again(self.life.failure)
 
 

@@ -32,6 +32,11 @@ def refuse_in_join(comm: NcclCommunicator) -> None:
         )
 
 
+def set_joining(comm: NcclCommunicator, is_on: bool) -> bool:
+    comm.reduces_buckets_only = is_on
+    return True
+
+
 def refuse_vote(comm: NcclCommunicator, op: str, looks_for_nan: bool) -> None:
     if not looks_for_nan:
         raise FastcommError(

@@ -152,6 +152,7 @@ cdef class ShmBucket(GatheringBucket):
     def count_results(self, bint adds_squares):
         self.counts = True
         self.adds_squares |= adds_squares
+        return True
 
     def square_sum(self):
         """The gradients are as the last launch has left them."""

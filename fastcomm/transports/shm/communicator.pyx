@@ -48,7 +48,6 @@ cdef class ShmCommunicator:
     cdef Ring ring
 
     backend = "shm"
-    announces = True
     has_streams = feeds_back_errors = crosses_network = False
     progresses_itself = is_threadsafe = False
     wire_dtypes = WIRE_DTYPES
@@ -58,7 +57,7 @@ cdef class ShmCommunicator:
     rebuild, split = Transport.rebuild, Transport.split
     send, recv, end_channels = Transport.send, Transport.recv, Transport.end_channels
     make_window, share_weight = Transport.make_window, Transport.share_weight
-    refuse_vote = Transport.refuse_vote
+    refuse_vote, set_joining = Transport.refuse_vote, Transport.set_joining
     refuse_capture = Transport.refuse_capture
 
     def __cinit__(self, int rank, int world_size, int local_rank, object bootstrap, object timeout):

@@ -20,7 +20,7 @@ from tests.fakes.stand_ins import (
     failing,
     loaded,
 )
-from tests.support.bodies import leave, left, raised, wait_for_note
+from tests.support.bodies import leave, left, note, raised, wait_for_note
 from tests.support.models import (
     SMALL_BUCKETS,
     backward,
@@ -69,10 +69,13 @@ def _hear_of_the_loss_from_nccl(place):
     comm = communicator(place)
     comm.barrier()
     if place.rank == 1:
+        wait_for_note(place, "is_watched")
         leave(place, comm, "killed")
-    wait_for_note(place, "left_at")
-    pid, _ = left(place)
-    select.select([os.pidfd_open(pid)], [], [])  # until it has ended
+    pid = comm.processes[1].pid
+    lifeline = os.pidfd_open(pid)
+    note(place, is_watched=True)
+    select.select([lifeline], [], [])  # until it has ended
+    os.close(lifeline)
     with failing("ncclAllReduce", 6), pytest.raises(PeerLostError) as caught:
         comm.all_reduce(torch.ones(10))
     return pid, str(caught.value), caught.value.ranks

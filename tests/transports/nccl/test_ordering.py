@@ -114,6 +114,23 @@ def test_gradients_of_two_buckets_at_most_are_kept_until_they_have_been_flattene
         assert kept == [1, 2, 2, 2, 2] and left == [None] * 5
 
 
+def _close_without_waiting(place):
+    comm = communicator(place)
+    flat = comm.empty(65, dtype=torch.float32).zero_()
+    bucket = comm.bind_bucket(flat, [flat[:64]], [0], wire_dtype=None, label=1)
+    parameter = torch.nn.Parameter(torch.zeros(64))
+    parameter.grad = torch.ones(64)
+    gradient = weakref.ref(parameter.grad)
+    bucket.gather([parameter])
+    bucket.launch("sum", [])
+    comm.close()
+    return gradient() is None
+
+
+def test_a_close_drops_gradients_that_nobody_has_waited_for():
+    assert stand_in_values(2, _close_without_waiting) == [True, True]
+
+
 # Gradients that autograd produces on another stream than the one that is current at the launch.
 
 
