@@ -150,7 +150,6 @@ class Watchdog:
         self._notes = notes
         self._timeout_s = timeout_s
         self._whereabouts = whereabouts
-        self._processes = comm.processes
         self._lifelines: dict[int, int] = {}
         for rank in peers:
             if rank != comm.rank:
@@ -193,7 +192,7 @@ class Watchdog:
     def _tick(self, comm: Watched) -> None:
         error = comm._asynchronous_error()
         if error is not None:
-            self.give_up(comm, self.named(error))
+            self.give_up(comm, self.named(comm, error))
             return
         unfinished = comm._oldest_unfinished()
         stalled = unfinished if unfinished is not None and unfinished[1] > STALLED_S else None
@@ -303,21 +302,21 @@ class Watchdog:
         """Gives up if a rank in `ended` has died, and had not closed in good order."""
         dead = [rank for rank in ended if rank not in self._closed]
         if dead:
-            message = f"{self._gone(dead)}; rank {comm.rank} waits for {what}"
+            message = f"{self._gone(comm, dead)}; rank {comm.rank} waits for {what}"
             self.give_up(comm, PeerLostError(message, dead))
 
-    def named(self, error: FastcommError) -> FastcommError:
+    def named(self, comm: Watched, error: FastcommError) -> FastcommError:
         """NCCL's error. If NCCL has lost a rank of this host, names it: a process closes its
         connections a moment before it ends.
         """
         is_nameless = isinstance(error, PeerLostError) and not error.ranks
         ended = self._dead(LOOK_S) if is_nameless else []
         dead = [rank for rank in ended if rank not in self._closed]
-        return PeerLostError(f"{self._gone(dead)}; {error}", dead) if dead else error
+        return PeerLostError(f"{self._gone(comm, dead)}; {error}", dead) if dead else error
 
-    def _gone(self, dead: list[int]) -> str:
+    def _gone(self, comm: Watched, dead: list[int]) -> str:
         return ", ".join(
-            f"{self._processes[rank].in_words()} {self._last_words_of(rank)}" for rank in dead
+            f"{comm.processes[rank].in_words()} {self._last_words_of(rank)}" for rank in dead
         )
 
     def _last_words_of(self, rank: int) -> str:

@@ -646,9 +646,9 @@ class Reducer(ProcessBound, ReducerFlags):
         """Some rounds: whether the ranks still agree, and who was late. Called again, where a
         signal handler has raised, it does what is left.
         """
-        steps: list[list[float]] = []
         if self._audit is None and self.n_rounds < self._stragglers.due_at:
             return
+        steps: list[list[float]] = []
         with self._outliving():
             if self._audit is not None:
                 self._audit.compare(self)

@@ -3,9 +3,9 @@ gradients are not finite. Holds this rank's vote, the verdict on the last round,
 were to blame.
 
 All ranks come to the same verdict without a message of its own: a vote travels with the buckets of
-the round, and reduced gradients are equal on all ranks. Over NCCL, where no host
-looks at what travels, a vote is a NaN in the gradients. Only when a round is dropped do the ranks
-tell each other why, and rank 0 logs it.
+the round, and reduced gradients are equal on all ranks. Over NCCL, where no host looks at what
+travels, a vote is a NaN in the gradients. Only when a round is dropped do the ranks tell each other
+why, and rank 0 logs it.
 """
 
 from __future__ import annotations

@@ -68,6 +68,9 @@ cdef Driver driver
 # Turns a status code into FastcommError, naming the call.
 cdef int check(int code, const char *call) except -1 nogil
 
+# Makes a stream wait for what the other one has been given so far.
+cdef int order_streams(CUstream stream, CUevent event, CUstream other) except -1 nogil
+
 
 cdef class Event:
     cdef CUevent handle

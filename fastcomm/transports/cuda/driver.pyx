@@ -110,6 +110,11 @@ cdef int check(int code, const char *call) except -1 nogil:
         raise FastcommError(f"{call.decode()} failed: {describe(code)}")
 
 
+cdef int order_streams(CUstream stream, CUevent event, CUstream other) except -1 nogil:
+    check(driver.record_event(event, other), b"cuEventRecord")
+    return check(driver.wait_event(stream, event, 0), b"cuStreamWaitEvent")
+
+
 cdef void _destroy(
     int (*destroy)(void *) noexcept nogil, void *handle, CUcontext context
 ) noexcept nogil:

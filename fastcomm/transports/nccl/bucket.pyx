@@ -15,7 +15,7 @@ from libc.string cimport memcpy
 
 from fastcomm.transports.cuda.clock cimport Span
 from fastcomm.transports.cuda.driver cimport (
-    CUcontext, CUevent, CUstream, Event, Producers, check, driver,
+    CUcontext, CUevent, CUstream, Event, Producers, check, driver, order_streams,
 )
 from fastcomm.transports.cuda.multi_tensor cimport MultiTensor
 from fastcomm.comm.gathering cimport GatheringBucket
@@ -330,12 +330,12 @@ cdef class NcclBucket(GatheringBucket):
             before = self.link.cuda.enter()
             try:
                 if reader != current:
-                    _order(reader, self.lane.ready.handle, current)
+                    order_streams(reader, self.lane.ready.handle, current)
                 if flattens:  # scaled here: ncclAvg would turn NVLink SHARP off
                     self.gathering.flatten_on(reader, wire, scale, divisor)
                 _record(gathered, current if reader == stream else reader)
                 if reader != stream:
-                    _order(stream, self.flattened.handle, reader)
+                    order_streams(stream, self.flattened.handle, reader)
                 _record(began, stream)
                 if is_in_blocks:
                     code = self.blocks.reduce_on(stream, self.lane.comm, op, failed)
@@ -449,12 +449,6 @@ cdef class UsedMask:
         """Whether some rank has a gradient, by parameter. Waits for the device."""
         absent, _ = used_values(op)
         return (self.wire.float() != absent).tolist()
-
-
-cdef inline int _order(CUstream stream, CUevent event, CUstream other) except -1 nogil:
-    """Makes the stream wait for what the other one has been given so far."""
-    check(driver.record_event(event, other), b"cuEventRecord")
-    return check(driver.wait_event(stream, event, 0), b"cuStreamWaitEvent")
 
 
 cdef inline int _record(CUevent event, CUstream stream) except -1 nogil:

@@ -30,7 +30,9 @@ cimport cython
 from libc.stdint cimport uint32_t, uint64_t
 
 from fastcomm.transports.cuda.clock cimport DeviceClock
-from fastcomm.transports.cuda.driver cimport CUcontext, CUstream, Device, Event, check, driver
+from fastcomm.transports.cuda.driver cimport (
+    CUcontext, CUstream, Device, Event, check, driver, order_streams,
+)
 from fastcomm.transports.nccl.calls cimport (
     ALL_GATHER, ALL_GATHER_V, ALL_REDUCE, ALL_TO_ALL, BROADCAST, GATHER, REDUCE_SCATTER, SCATTER,
     Call, Kind, all_gather_v, call_all, sends_and_receives,
@@ -607,8 +609,7 @@ cdef int _launch_on(
     cdef CUcontext before = lane.device.enter()
     cdef int code
     try:
-        check(driver.record_event(lane.ready.handle, current), b"cuEventRecord")
-        check(driver.wait_event(stream, lane.ready.handle, 0), b"cuStreamWaitEvent")
+        order_streams(stream, lane.ready.handle, current)
         code = call_all(calls, n, lane.comm, stream, failed)
         if code == ncclSuccess:
             check(driver.record_event(in_flight.done.handle, stream), b"cuEventRecord")

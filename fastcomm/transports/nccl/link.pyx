@@ -479,7 +479,8 @@ cdef class Link:
         """The error to raise after a call into NCCL has failed: the watchdog's, if that ended the
         call; else `error`, which then ends the communicator.
         """
-        error = self.watchdog.named(error)  # which may wait, and another rank abandon meanwhile
+        # this may wait, and another rank abandon meanwhile
+        error = self.watchdog.named(self, error)
         if self.interruption is not None:
             return self._take_interruption()
         if self.life.failure is None:
