@@ -19,15 +19,22 @@ from fastcomm.comm.communicator import Communicator, Work
 from fastcomm.comm.who import Process
 
 
-class Weight(NamedTuple):
-    """What one rank's gradients count in a round. The result is the sum over the ranks of scale *
-    gradients, divided by the sum of their totals; where that is 0, it is 0.
+class Part(NamedTuple):
+    """What one rank brings into a round. By collective.WEIGHTED_OPS the result is the sum over the
+    ranks of scale * gradients, divided by the sum of their weights; where that is 0, it is 0.
 
-    total: the rank's weight, of all its data. scale: 0 where total is.
+    weight: of all the rank's data. scale: 0 where weight is. Other ops ask for neither.
+    votes: the rank votes to drop the round, and nothing of it counts.
+    total: for the transport, the sum of the weights where begin_round adds them up; else None.
     """
 
-    total: float
-    scale: float
+    weight: float = 1.0
+    scale: float = 1.0
+    votes: bool = False
+    total: Any = None
+
+
+ALL = Part()  # without weights
 
 
 class BucketWork(Work):
@@ -79,19 +86,14 @@ class BoundBucket(abc.ABC):
         """
 
     @abc.abstractmethod
-    def launch(
-        self, op: str, missing: list[int], step: int = 0, weight: Any = None, votes: bool = False
-    ) -> BucketWork:
+    def launch(self, op: str, missing: list[int], step: int = 0, part: Part = ALL) -> BucketWork:
         """Starts reducing the flat buffer, in place. missing: the views for which this rank has no
         gradient; the others hear of it.
 
         op: as Communicator.all_reduce, or one of collective.WEIGHTED_OPS.
 
-        votes: this rank votes to drop the round, and nothing of it counts. The others see
-        is_skipped or, over NCCL, a NaN in the result.
-
-        weight: for the ops of collective.WEIGHTED_OPS, what share_weight has returned. Where its
-        total is 0, all views are missing.
+        part: what begin_round has returned. Where its weight is 0, all views are missing. Where it
+        votes, the others see is_skipped or, over NCCL, a NaN in the result.
 
         step: what this rank's optimizers have done: see collective.steps_made. Ranks that differ
         get MismatchError, all of them, but not over NCCL.
@@ -130,17 +132,26 @@ class Transport(Communicator):
     processes: tuple[Process, ...]  # by rank
     flight: Any  # the newest collectives, a fastcomm.postmortem.flight_recorder.FlightRecorder
     n_abandoned: int  # how often a round was abandoned, by this rank or another
-    # the newest one, until note_settled() is called
-    abandonment: Abandonment | None
+    abandonment: Abandonment | None  # the newest one, until a round begins or ends well
+    # Set by a join(): ranks whose data has ended follow() those that reduce buckets.
+    is_joining: bool = False
     # Capabilities, by which callers choose; they ask for no transport by its type.
     has_streams: bool  # work is ordered by streams, on which buckets note their gradients
     cuda: Any  # where there are streams: the device, a fastcomm.transports.cuda.driver.Device
     crosses_network: bool  # ranks may be on several hosts, and the CPU moves the data
     is_threadsafe: bool  # any number of threads may call it and wait at once
 
-    def note_settled(self) -> None:
-        """What was launched so far is not abandoned with what comes: a round begins, or has ended
-        as it should.
+    def begin_round(self, op: str, part: Part, reducer: int) -> Part:
+        """A round begins. All ranks call it before the first bucket, with the same op and the
+        number of the reducer. Returns what its launches need. Does not wait.
+        """
+        del op, reducer
+        self.end_round()
+        return part
+
+    def end_round(self) -> None:
+        """What was launched so far is not abandoned with what comes: the round has ended alike on
+        all ranks.
         """
         self.abandonment = None
 
@@ -180,38 +191,19 @@ class Transport(Communicator):
         sent in the next round. Only where feeds_back_errors.
         """
 
-    def share_weight(self, weight: Weight, reducer: int | None = None) -> Any:
-        """Tells the ranks this rank's weight in the round that begins. Returns what its launches
-        need. All ranks call it, before the first bucket. Here it does nothing: the weight travels
-        with what announces a bucket.
-
-        reducer: the number of the reducer whose round begins, for ranks in shadow(). Given on all
-            ranks with data, or on none.
-        """
-        del reducer
-        return weight
-
     def refuse_vote(self, op: str, looks_for_nan: bool) -> None:
         """Raises FastcommError where no vote would reach the other ranks, not even as a NaN."""
         del op, looks_for_nan
 
-    def shadow(self) -> bool:
+    def follow(self) -> bool:
         """Takes part, without data, in the other ranks' next collective, the reduction of a bucket,
-        and adds nothing to it. A mean is over the other ranks; the contents of this rank's own
-        bucket are undefined afterwards. Waits for the others. Returns True if all ranks have called
-        this, so that there was nothing to reduce.
+        and adds nothing to it; over NCCL in their next round. A mean is over the other ranks; the
+        contents of this rank's own bucket are undefined afterwards. Waits for the others. Returns
+        True if all ranks have called this, so that there was nothing to reduce.
 
-        Raises MismatchError, on every rank, if the others call anything else. Where set_joining
-        says so, it takes part in a whole round.
+        Raises MismatchError, on every rank, if the others call anything else.
         """
         raise NotImplementedError
-
-    def set_joining(self, is_on: bool) -> bool:
-        """A join() begins, or ends. Returns whether ranks with data have to begin each round by
-        share_weight with the reducer's number, as ranks in shadow() hear of nothing else.
-        """
-        del is_on
-        return False
 
     def refuse_capture(self, what: str) -> None:
         """Raises FastcommError if a CUDA graph is being captured. what: the call that would wait

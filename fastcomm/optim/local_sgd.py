@@ -469,6 +469,7 @@ def _average(
     reduction = Round(comm, buckets, "mean", 1, standing[0], note=_NOTE)
     trouble = interruption = None
     try:
+        reduction.begin()
         trouble = _compare(comm, standing)
         if trouble is None and buckets:
             with _gradients_aside(buckets):

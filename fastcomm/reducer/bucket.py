@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from torch.autograd.graph import increment_version
 from torch.nn import Parameter
 
 from fastcomm.comm.flat_buffers import inside
-from fastcomm.comm.transport import BoundBucket, BucketWork, Transport, Weight
+from fastcomm.comm.transport import BoundBucket, BucketWork, Part, Transport
 from fastcomm.comm.words import OTHERS_GRADIENT, advice_on_bucket
 from fastcomm.errors import FastcommError, MismatchError, add_to_first_line
 from fastcomm.reducer.autograd import is_gradient_held, is_hooked_behind
@@ -96,7 +96,7 @@ class Bucket(Counter):
         self.shard: BucketShard | None = None  # of a model that a ShardedOptimizer steps
         self._has_streams = comm.has_streams
         self._is_gathered = False  # in this round
-        self._is_vote = False  # launch_vote() has launched it in this round
+        self._is_vote = False  # it was launched in this round without a gradient, as a vote
         # Gradients of parameters that got none in this backward, kept in case no other rank has got
         # one either.
         self._untouched: dict[int, Tensor | None] = {}
@@ -145,18 +145,19 @@ class Bucket(Counter):
         self,
         op: str,
         step: int,
+        part: Part,
         *,
         keeps_graph: bool,
-        weight: Any,
-        own_weight: Weight | None,
         inspect: Inspection | None,
     ) -> None:
         """Moves the gradients into the flat buffer, of which they are views from here on, and
-        starts its reduction. step, weight: see BoundBucket.launch. own_weight: this rank's; where
-        it is 0, no gradient takes part. inspect: is shown the gradients that do, before they are
-        reduced.
+        starts its reduction. step, part: see BoundBucket.launch. inspect: is shown the gradients
+        that take part, before they are reduced.
         """
-        is_empty = own_weight is not None and not own_weight.total
+        if part.votes:
+            self._launch_vote(op, step, part)
+            return
+        is_empty = not part.weight
         self._remake_views()
         taking_part = self.parameters
         if self.n_pending:
@@ -175,11 +176,11 @@ class Bucket(Counter):
             if self.ready[i] and not is_empty:
                 self._refuse_taken(i)
             self._fill_missing(i)
-            if own_weight is not None and own_weight.scale != own_weight.total:
-                self.views[i].mul_(own_weight.total / own_weight.scale)  # it is in no unit
+            if part.scale != part.weight:
+                self.views[i].mul_(part.weight / part.scale)  # it is in no unit
         increment_version(self.views)  # a graph may have saved one that an earlier round has left
         try:
-            self._bound.launch(op, missing, step, weight)
+            self._bound.launch(op, missing, step, part)
         except MismatchError as error:  # the others have posted something else already
             raise self._explained(error) from error.__cause__
 
@@ -190,13 +191,13 @@ class Bucket(Counter):
         for i in self.gradient_state.give_up_displaced():
             self.views[i] = self._view(i)
 
-    def launch_vote(self, op: str, step: int, weight: Any) -> None:
+    def _launch_vote(self, op: str, step: int, part: Part) -> None:
         """Takes part without any gradient, as all ranks will drop this round."""
         self._is_vote = True
         self._note_staying()
         missing = self._bound.gather([None] * len(self.views))
         self._is_gathered = True
-        self._bound.launch(op, missing, step, weight, votes=True)
+        self._bound.launch(op, missing, step, part)
 
     def _leave_out(
         self, taking_part: list[Parameter | None], keeps_graph: bool

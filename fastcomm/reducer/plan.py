@@ -30,7 +30,6 @@ from fastcomm.insight.steps import Step, read_steps
 from fastcomm.reducer.bucket import Bucket
 from fastcomm.reducer.features.compatibility import Feature
 from fastcomm.reducer.features.defer_signals import all_or_none
-from fastcomm.reducer.features.join import is_joining
 from fastcomm.reducer.features.shards import BucketShard
 from fastcomm.reducer.features.sparse_bucket import SparseBucket
 from fastcomm.reducer.layout import BucketLayout, kind_of, plan_buckets
@@ -170,7 +169,7 @@ class Planner:
             self._note_round(reducer, n)
         due = WARM_UP_ROUNDS + MEASURED_ROUNDS if is_size else TRACED_ROUNDS
         is_last = n >= due + _PATIENCE_ROUNDS
-        if n >= due and is_joining(reducer.comm):
+        if n >= due and reducer.comm.is_joining:
             if is_last:
                 self.end_trace(reducer)  # the decision will be to leave the buckets
         elif n >= due:

@@ -47,7 +47,7 @@ from fastcomm.reducer.features.compatibility import Feature, check
 from fastcomm.reducer.features.compiled import Compiled
 from fastcomm.reducer.features.defer_signals import all_or_none
 from fastcomm.reducer.features.elastic import Behind, Elastic, compare_ranks, elastic
-from fastcomm.reducer.features.join import Join, T, is_joining
+from fastcomm.reducer.features.join import Join, T
 from fastcomm.reducer.features.observer import RoundObserver, is_profiled
 from fastcomm.reducer.features.progress import Stateful
 from fastcomm.reducer.features.shards import ShardedBy, Sharding
@@ -486,7 +486,7 @@ class Reducer(ProcessBound, ReducerFlags):
             present[Feature.LOCAL_STEPS] = type(local_steps).__name__
         if self.planner.is_measuring:
             present[Feature.MEASURING] = Feature.MEASURING.value
-        if is_joining(self.comm):
+        if self.comm.is_joining:
             present[Feature.JOIN] = Feature.JOIN.value
         if self.find(Elastic) or self.find(Behind):
             present[Feature.REBUILD] = "elastic()"
@@ -528,6 +528,7 @@ class Reducer(ProcessBound, ReducerFlags):
                 self.op,
                 self.n_rounds + 1,
                 self.steps.packed(),
+                reducer=self.number,
                 phases=None if self.comm.has_streams else self.phases,
                 extensions=self.extensions,
                 when_over=self._close_round,
@@ -652,7 +653,7 @@ class Reducer(ProcessBound, ReducerFlags):
         with self._outliving():
             if self._audit is not None:
                 self._audit.compare(self)
-            if self.n_rounds >= self._stragglers.due_at and not is_joining(self.comm):
+            if self.n_rounds >= self._stragglers.due_at and not self.comm.is_joining:
                 told = divmod(self.steps.packed(), 1 << 32)
                 with all_or_none(self.comm):
                     steps = self._stragglers.tell(self.n_rounds, *told)
@@ -863,7 +864,7 @@ class Reducer(ProcessBound, ReducerFlags):
         self._refuse_late_vote()
         skipping.vote = skipping.vote or "called skip_step()"
         if self.round is not None:
-            self.round.votes_to_skip = True
+            self.round.vote()
 
     def skip_step_on(
         self, *exceptions: type[BaseException]

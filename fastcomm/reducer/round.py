@@ -15,7 +15,7 @@ import torch
 
 from fastcomm.comm.abandonment import GONE_ON, note_abandoned
 from fastcomm.comm.collective import with_checksum
-from fastcomm.comm.transport import Transport, Weight
+from fastcomm.comm.transport import ALL, Transport
 from fastcomm.comm.words import RECORDS
 from fastcomm.errors import AbandonedError, FastcommError, MismatchError
 from fastcomm.insight.recorder import BACKWARD, WAITING, Phases
@@ -51,8 +51,10 @@ class Round(RoundFlags):
 
     buckets: all of the reducer's, in the order of the plan.
     op: of the communicator, or one of collective.WEIGHTED_OPS; see weigh().
+    part: what this rank brings into it; see Transport.begin_round.
     number: among the settled rounds of the reducer, counted from 1.
     step: of this rank's optimizers; see collective.steps_made.
+    reducer: its number; 0 where none has opened the round.
     phases: of the reducer, where a launch in the backward may wait for other ranks.
     when_over: called with the round when it is over, and again if that was interrupted.
     last_in_words: for messages, what this rank's optimizers have stepped last.
@@ -68,6 +70,7 @@ class Round(RoundFlags):
         number: int,
         step: int,
         *,
+        reducer: int = 0,
         phases: Phases | None = None,
         extensions: Iterable[RoundExtension] = (),
         when_over: Callable[[Round], None] = lambda _: None,
@@ -75,25 +78,22 @@ class Round(RoundFlags):
         note: str = _NOTE,
     ) -> None:
         self.buckets, self.op, self.number = buckets, op, number
+        self.part = ALL  # a vote in it holds from the next launch on
         self.extensions = list(extensions)
         self.observer: Any = None  # a RoundObserver, where somebody looks
-        self.weight: Weight | None = None  # of this rank; None: all ranks' gradients count alike
-        self.announced_as: int | None = None  # the reducer's number; see Transport.share_weight
-        self.votes_to_skip = False  # from the next launch on no gradient of this rank takes part
         self.inspect: Inspection | None = None  # sees this rank's gradients before their reduction
         self.was_voted_down = False  # some rank votes to skip; known when the buckets are reduced
         self.is_by_hand = False  # it reduces what stands in .grad, without a backward
-        self._comm, self._step = comm, step
+        self._comm, self._step, self._reducer = comm, step, reducer
         self._phases = phases or Phases()
         self._when_over, self._last_in_words, self._note = when_over, last_in_words, note
-        self._shared_weight: Any = None  # see Transport.share_weight
         self.outlived: FastcommError | None = None  # an error that an extension outlives
+        self._has_begun = False  # the transport knows of it
         self._n_launched = 0
         self._keeps_graph = False  # the running backward is one with create_graph=True
         self._result: State | None = None  # the last state, once it is reached
         self.is_over = False  # it has ended, and everybody who asked to know of it does
         self._n_abandoned = comm.n_abandoned  # grows when another rank abandons the round
-        comm.note_settled()
 
     @property
     def state(self) -> State:
@@ -109,9 +109,19 @@ class Round(RoundFlags):
         """Whether the other ranks count on this one's part, or have had it."""
         return self.state is not State.OPEN
 
-    def weigh(self, op: str, weight: Weight) -> None:
-        """Let this rank's gradients count so much. op: one of collective.WEIGHTED_OPS."""
-        self.op, self.weight = op, weight
+    def weigh(self, op: str, weight: float, scale: float) -> None:
+        """Let this rank's gradients count so much: see transport.Part."""
+        self.op, self.part = op, self.part._replace(weight=weight, scale=scale)
+
+    def vote(self) -> None:
+        """Let no gradient of this rank take part from the next launch on, and drop the round."""
+        self.part = self.part._replace(votes=True)
+
+    def begin(self) -> None:
+        """Let the transport know, before the first bucket is full, which then need not wait."""
+        if not self._has_begun:
+            self.part = self._comm.begin_round(self.op, self.part, self._reducer)
+            self._has_begun = True
 
     # -- during backward ---------------------------------------------------------------------------
 
@@ -119,10 +129,10 @@ class Round(RoundFlags):
         """Take gradients of the running backward, which calls back when it is through."""
         self._keeps_graph = torch.is_grad_enabled()
         self.has_callback = True
-        call_at_end_of_backward(callback)
-        if self.weight is not None and self.outlived is None:
-            try:  # before the first bucket is full, so that it need not wait
-                self._share_weight(self.weight)
+        call_at_end_of_backward(callback)  # first: it finds what is raised from here on
+        if self.outlived is None:
+            try:
+                self.begin()
             except FastcommError as error:
                 self._outlive_or_raise(error)
 
@@ -179,33 +189,19 @@ class Round(RoundFlags):
             raise AbandonedError(GONE_ON)
         if self.observer is not None:
             self.observer.before_launch(self, self._n_launched)
-        if self.weight is not None:
-            self._share_weight(self.weight)
         bucket = self.buckets[self._n_launched]
         step = (
             with_checksum(self._step, bucket.step_checksum) if bucket.step_checksum else self._step
         )
         try:
-            if self.votes_to_skip:
-                bucket.launch_vote(self.op, step, self._shared_weight)
-            else:
-                bucket.launch(
-                    self.op,
-                    step,
-                    keeps_graph=self._keeps_graph,
-                    weight=self._shared_weight,
-                    own_weight=self.weight,
-                    inspect=self.inspect,
-                )
+            bucket.launch(
+                self.op, step, self.part, keeps_graph=self._keeps_graph, inspect=self.inspect
+            )
         except MismatchError as error:
             raise self._explained(error) from error.__cause__
         if self.observer is not None:
             self.observer.after_launch(self, self._n_launched)
         self._n_launched += 1
-
-    def _share_weight(self, weight: Weight) -> None:
-        if self._shared_weight is None:
-            self._shared_weight = self._comm.share_weight(weight, self.announced_as)
 
     # -- how it ends -------------------------------------------------------------------------------
 
@@ -213,6 +209,7 @@ class Round(RoundFlags):
         """Launch the other buckets. First raise FastcommError if a hook has changed a gradient of
         a bucket under way: the other ranks cannot finish then.
         """
+        self.begin()
         for extension in self.extensions:
             extension.end_of_backward(self)
         if self.observer is not None:
@@ -268,14 +265,14 @@ class Round(RoundFlags):
         """Settle or drop the gradients of all buckets."""
         self.was_voted_down = any(bucket.is_skipped() for bucket in self.buckets)
         verdicts = [extension.verdict(self) for extension in self.extensions]
-        if self.was_voted_down or any(verdicts):
-            for bucket in self.buckets:
-                bucket.drop_gradients()
-            return State.SKIPPED
+        is_skipped = self.was_voted_down or any(verdicts)
         for bucket in self.buckets:
-            bucket.settle(self.number)
-        self._comm.note_settled()
-        return State.SETTLED
+            if is_skipped:
+                bucket.drop_gradients()
+            else:
+                bucket.settle(self.number)
+        self._comm.end_round()
+        return State.SKIPPED if is_skipped else State.SETTLED
 
     def _settle_in_spite_of(self, interruption: BaseException) -> None:
         """The round ends well on the other ranks; it must not end differently here."""

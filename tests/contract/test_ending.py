@@ -120,7 +120,7 @@ def test_a_rank_that_exits_in_good_order_inside_a_context_manager_has_closed(tra
 def _follow(comm, errors):
     """What a thread that draws from a join() does once its rank has no data any more."""
     try:
-        while not comm.shadow():
+        while not comm.follow():
             pass
         comm.barrier()
     except FastcommError as error:

@@ -26,7 +26,7 @@ MUTATIONS = (
     Mutation(
         name="join: over NCCL ranks without data count as such with data",
         file="fastcomm/transports/nccl/rounds.py",
-        within="shadow",
+        within="follow",
         old="_part_of_totals(comm, 0.0, 0, 0)",
         new="_part_of_totals(comm, 1.0, 0, 0)",
         tests=_TRAINING,
@@ -34,7 +34,7 @@ MUTATIONS = (
     Mutation(
         name="join: over NCCL ranks without data take part for the first reducer alone",
         file="fastcomm/transports/nccl/rounds.py",
-        within="shadow",
+        within="follow",
         old="round(sum_of_numbers / n_ranks)",
         new="min(one.label // BUCKETS_PER_REDUCER for one in comm.buckets)",
         tests=_test("test_random_plans"),

@@ -19,7 +19,6 @@ from fastcomm.comm.objects import on_host
 from fastcomm.comm.transport import Transport
 from fastcomm.errors import MismatchError
 from fastcomm.reducer.features.defer_signals import all_or_none
-from fastcomm.reducer.features.join import is_joining
 
 if TYPE_CHECKING:
     from fastcomm.reducer.reducer import Reducer
@@ -44,7 +43,7 @@ class Audit:
         if self._comm.has_streams:
             self._comm.refuse_capture("audit")
         is_done = self._compared == reducer.n_rounds
-        if not (is_done or reducer.n_rounds % self._every or is_joining(self._comm)):
+        if not (is_done or reducer.n_rounds % self._every or self._comm.is_joining):
             with all_or_none(self._comm):
                 self._trouble = self._compare(reducer)
                 self._compared = reducer.n_rounds

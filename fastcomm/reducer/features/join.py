@@ -1,7 +1,7 @@
 """Join: a block that ranks with different numbers of batches leave together.
 
 A rank whose data has ended takes part in what the others reduce, with nothing of its own
-(Transport.shadow), until no rank has data any more. Then all ranks are made equal: they get the
+(Transport.follow), until no rank has data any more. Then all ranks are made equal: they get the
 parameters, the buffers and what was given as state of a rank that went furthest. A block belongs to
 a communicator, and so to all reducers on it.
 """
@@ -15,14 +15,12 @@ from collections.abc import Iterable, Iterator
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from fastcomm.comm.collective import WEIGHTED_OPS
 from fastcomm.comm.communicator import ProcessBound
 from fastcomm.comm.objects import gather_objects
-from fastcomm.comm.transport import Transport, Weight
+from fastcomm.comm.transport import Transport
 from fastcomm.errors import AbandonedError, FastcommError, MismatchError
 from fastcomm.reducer import validation
 from fastcomm.reducer.autograd import free_failed_backwards
-from fastcomm.reducer.extension import RoundExtension
 from fastcomm.reducer.features.compatibility import Feature, why_not
 from fastcomm.reducer.features.progress import (
     Progress,
@@ -36,7 +34,6 @@ from fastcomm.reducer.features.progress import (
 from fastcomm.reducer.features.weights import Weighting
 from fastcomm.reducer.optimizer_hooks import refuse_step
 from fastcomm.reducer.owners import reducers_on
-from fastcomm.reducer.round import Round
 from fastcomm.reducer.validation import named_parameters
 
 if TYPE_CHECKING:
@@ -52,11 +49,6 @@ _APART = (
 
 # The block that is open on a communicator. Others inside it are a part of it.
 _open: weakref.WeakKeyDictionary[Transport, Join[Any]] = weakref.WeakKeyDictionary()
-
-
-def is_joining(comm: Transport) -> bool:
-    """Whether this rank is inside a join() of the communicator."""
-    return comm in _open
 
 
 class Join(ProcessBound, Generic[T]):
@@ -77,7 +69,6 @@ class Join(ProcessBound, Generic[T]):
                 raise ValueError(_about(joined, reducer) + refusal)
         refuse_stateless(self._state)
         self._states: list[Stateful] = []
-        self.joined: list[Reducer] = []  # the reducers, while the block is open
         self._is_inner = False
         self._is_open = False
         self._difference: MismatchError | None = None  # of the ranks' models, in the end
@@ -139,10 +130,7 @@ class Join(ProcessBound, Generic[T]):
         if outer is not None:
             outer._states += [one for one in self._state if not holds(outer._states, one)]
             return
-        _open[self._comm], self.joined = self, self._reducers()
-        if self._comm.set_joining(True):
-            for reducer in self.joined:
-                reducer.install(_Announcing(self, reducer))
+        _open[self._comm], self._comm.is_joining = self, True
 
     @contextlib.contextmanager
     def _closing(self) -> Iterator[None]:
@@ -157,12 +145,7 @@ class Join(ProcessBound, Generic[T]):
 
     def _close(self) -> None:
         _open.pop(self._comm, None)
-        self._comm.set_joining(False)
-        for reducer in self.joined:
-            announcing = reducer.find(_Announcing)
-            if announcing is not None:
-                reducer.remove(announcing)
-        self.joined = []
+        self._comm.is_joining = False
 
     def _fail(self, error: BaseException | None) -> None:
         """An exception leaves the block: the ranks that count on this one must learn of it."""
@@ -197,7 +180,7 @@ class Join(ProcessBound, Generic[T]):
         """Takes part in what the others reduce, until all ranks are done."""
         while True:
             try:
-                if self._comm.shadow():
+                if self._comm.follow():
                     return
             except AbandonedError:  # a step of the others, which go on
                 continue
@@ -206,7 +189,7 @@ class Join(ProcessBound, Generic[T]):
 
     def _meet(self) -> None:
         """All ranks are done: makes them equal to one that went furthest."""
-        self._comm.set_joining(False)
+        self._comm.is_joining = False
         reducers = self._reducers()
         ours = Progress.of(reducers, self._states)
         ranks = gather_objects(self._comm, ours, "join()")
@@ -243,26 +226,6 @@ class Join(ProcessBound, Generic[T]):
             for reducer in reducers:
                 for _, parameter in named_parameters(reducer.attached_model()):
                     refuse_step(parameter, reason)
-
-
-class _Announcing(RoundExtension):
-    """Over NCCL, tells ranks without data of each round of a reducer that begins in a join(). A
-    rank with data and no weight of its own has weight 1.
-    """
-
-    def __init__(self, join: Join[Any], reducer: Reducer) -> None:
-        self._join, self._reducer = join, reducer
-
-    def before_round(self, round: Round) -> None:
-        """Raises FastcommError while another reducer has a round."""
-        if any(other.round is not None for other in self._join.joined):
-            raise FastcommError(
-                "over NCCL one backward inside join() reduces for one reducer: freeze the "
-                "parameters of the other by requires_grad_(False), or detach() what goes into it"
-            )
-        round.announced_as = self._reducer.number
-        if round.weight is None:
-            round.weigh(WEIGHTED_OPS["mean"], Weight(1.0, 1.0))
 
 
 def _about(joined: Reducer, asked: Reducer) -> str:

@@ -24,7 +24,6 @@ from fastcomm.comm.transport import Transport
 from fastcomm.errors import FastcommError
 from fastcomm.reducer import statistics
 from fastcomm.reducer.extension import RoundExtension
-from fastcomm.reducer.features.join import is_joining
 from fastcomm.reducer.options import Options
 from fastcomm.reducer.round import Round, State
 
@@ -84,7 +83,8 @@ class Skipping(RoundExtension):
     def before_round(self, round: Round) -> None:
         """Begin a round, or go on after a signal handler has raised at its beginning."""
         self._clear()
-        round.votes_to_skip = self.vote is not None
+        if self.vote is not None:
+            round.vote()
         if self._options.skip_nonfinite:
             if self._comm.has_streams:
                 self._comm.refuse_capture("skip_nonfinite=True")
@@ -137,7 +137,7 @@ class Skipping(RoundExtension):
 
     def _conclude(self, n_nonfinite: int) -> None:
         self.n_skipped += 1
-        if is_joining(self._comm):  # where a rank without data cannot gather objects: each logs
+        if self._comm.is_joining:  # where a rank without data cannot gather objects: each logs
             causes = {self._comm.rank: self._cause()}
         else:
             told = gather_objects(self._comm, self._cause(), "backward() or synchronize()")

@@ -12,7 +12,7 @@ import functools
 import math
 import struct
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ from fastcomm.comm import words
 from fastcomm.comm.collective import BUCKET_OPS, HALVES, SKIP, as_pairs
 from fastcomm.comm.communicator import Work
 from fastcomm.comm.objects import gather_numbers
-from fastcomm.comm.transport import BucketWork, Transport, Weight
+from fastcomm.comm.transport import ALL, BucketWork, Part, Transport
 from fastcomm.errors import FastcommError, MismatchError
 from fastcomm.reducer.bucket import Bucket, Inspection
 from fastcomm.reducer.layout import kind_of, values_of
@@ -31,7 +31,6 @@ from fastcomm.transports.cuda.driver import Producers
 
 _ALIGNMENT = 64  # bytes, of what each rank sends
 _INDEX_NBYTES = 8
-_UNWEIGHTED = Weight(1.0, 1.0)
 
 
 class Offer(NamedTuple):
@@ -44,14 +43,14 @@ class Offer(NamedTuple):
 
     op: str
     step: int
-    weight: Weight
+    part: Part
     n_sparse: list[int]
     n_rows: list[int]
     is_present: list[int]
 
     def numbers(self) -> list[int]:
         """Returns the offer as it travels; of() is the way back."""
-        weight = struct.unpack("qq", struct.pack("dd", *self.weight))
+        weight = struct.unpack("qq", struct.pack("dd", self.part.weight, self.part.scale))
         head = BUCKET_OPS.index(self.op), self.step, *weight
         return [*head, *self.n_sparse, *self.n_rows, *self.is_present]
 
@@ -61,7 +60,7 @@ class Offer(NamedTuple):
         these.
         """
         op, step, *bits = numbers[:4]
-        weight = Weight(*struct.unpack("dd", struct.pack("qq", *bits)))
+        part = Part(*struct.unpack("dd", struct.pack("qq", *bits)))
         n = (len(numbers) - 4) // 3
         n_sparse, n_rows, is_present = (list(numbers[4 + i * n : 4 + i * n + n]) for i in range(3))
         could_be = (
@@ -70,7 +69,7 @@ class Offer(NamedTuple):
         )
         if not 0 <= op < len(BUCKET_OPS) or not all(could_be):
             raise ValueError(f"{numbers} is no offer of gradients")
-        return Offer(BUCKET_OPS[op], step, weight, n_sparse, n_rows, is_present)
+        return Offer(BUCKET_OPS[op], step, part, n_sparse, n_rows, is_present)
 
 
 class SparseBucket(Bucket):
@@ -124,25 +123,26 @@ class SparseBucket(Bucket):
         self,
         op: str,
         step: int,
+        part: Part,
         *,
         keeps_graph: bool,
-        weight: Any,
-        own_weight: Weight | None,
         inspect: Inspection | None,
     ) -> None:
         """Waits for what the other ranks bring, and sends this rank's rows."""
+        if part.votes:
+            self._launch_vote(op, step, part)
+            return
         self._refuse_capture()
         if self._producers is not None:
             self._producers.order_before_current()
-        is_empty = own_weight is not None and not own_weight.total
-        gradients = self._taking_part(own_weight, is_empty, keeps_graph)
+        gradients = self._taking_part(part, keeps_graph)
         if inspect is not None:
             self._show(gradients, inspect)
         rows = [None if gradient is None else rows_of(gradient) for gradient in gradients]
         own = Offer(
             op,
             step,
-            own_weight or _UNWEIGHTED,
+            part,
             [0 if gradient is None else gradient.sparse_dim() for gradient in gradients],
             [0 if one is None else len(one.indices) for one in rows],
             [i not in self._untouched for i in range(len(gradients))],
@@ -163,11 +163,11 @@ class SparseBucket(Bucket):
                 values.append(values_of(gradient))
         inspect(names, values)
 
-    def launch_vote(self, op: str, step: int, weight: Any) -> None:
+    def _launch_vote(self, op: str, step: int, part: Part) -> None:
         """Takes part without any gradient: the offer carries the vote, over every transport."""
         n = len(self.names)
         self._is_vote = True
-        own = Offer(SKIP, step, _UNWEIGHTED, [0] * n, [0] * n, [False] * n)
+        own = Offer(SKIP, step, ALL, [0] * n, [0] * n, [False] * n)
         self._take_part(own, [None] * n)
 
     def _take_part(self, own: Offer, rows: Sequence[Rows | None]) -> None:
@@ -185,14 +185,13 @@ class SparseBucket(Bucket):
                 "waited for, which cannot be captured in a CUDA graph: use sparse=False"
             )
 
-    def _taking_part(
-        self, weight: Weight | None, is_empty: bool, keeps_graph: bool
-    ) -> list[Tensor | None]:
+    def _taking_part(self, part: Part, keeps_graph: bool) -> list[Tensor | None]:
         """The gradients that this rank brings, by slot, and among them those that no backward has
         touched: as in a bucket of dense ones, the mean of what all ranks have stays what it is.
         """
         parameters = self.parameters
-        factor = 1.0 if weight is None or is_empty else weight.total / weight.scale
+        is_empty = not part.weight
+        factor = 1.0 if is_empty else part.weight / part.scale
         taking_part = parameters
         if self.n_pending:
             taking_part = self.gradient_state.taking_part(parameters, self.ready)
@@ -379,8 +378,9 @@ class _SparseWork(BucketWork):
         """By rank, what its rows are multiplied by; None without weights."""
         if not self.op.startswith("weighted"):
             return None
-        total = sum(offer.weight.total for offer in self.offers)
-        return [offer.weight.scale / total if total else 0.0 for offer in self.offers]
+        parts = [offer.part for offer in self.offers]
+        total = sum(part.weight for part in parts)
+        return [part.scale / total if total else 0.0 for part in parts]
 
     def wait(self) -> None:
         if self.sending is not None:

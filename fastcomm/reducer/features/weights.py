@@ -1,6 +1,6 @@
 """Weighting: what a rank's gradients count in the next reduction, after Reducer.set_weight().
 
-The weight of a round goes to the other ranks with its buckets; see transport.Weight. Where a
+The weight of a round goes to the other ranks with its buckets; see transport.Part. Where a
 round takes several batches (no_sync), .grad holds their gradients in one unit, the largest weight
 so far: gradients of a batch with a smaller weight are scaled before autograd adds them, and what
 stands in .grad is scaled when a larger weight comes. So nothing there is larger than a sum without
@@ -25,7 +25,6 @@ from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from fastcomm.comm.collective import WEIGHTED_OPS
-from fastcomm.comm.transport import Weight
 from fastcomm.errors import FastcommError
 from fastcomm.reducer.bucket import Bucket
 from fastcomm.reducer.extension import RoundExtension
@@ -108,7 +107,7 @@ class Weighting(RoundExtension):
         """Raise FastcommError if the round would count gradients of an earlier reduction by the
         wrong weight.
         """
-        if round.weight is not None and round.weight.scale != round.weight.total:
+        if round.part.scale != round.part.weight:
             self._refuse_added_to_earlier()
 
     def _refuse_added_to_earlier(self) -> None:
@@ -175,7 +174,7 @@ class Weighting(RoundExtension):
         if self._now is not None:
             total = self._before + self._now
             scale = self._unit if total else 0.0
-            round.weigh(WEIGHTED_OPS[self._of], Weight(total, scale))
+            round.weigh(WEIGHTED_OPS[self._of], total, scale)
 
     def after_round(self, round: Round) -> None:
         self.forget()

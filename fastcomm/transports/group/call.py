@@ -60,7 +60,7 @@ _ENDS = (
 @dataclass(frozen=True)
 class Call:
     """A collective as the ranks announce it to each other. It must be equal on all of them, but for
-    the weight: see transport.Weight.
+    the weight: see transport.Part.
     """
 
     kind: str
@@ -121,7 +121,7 @@ class Call:
 
     @property
     def admits_shadows(self) -> bool:
-        """Whether ranks without data can take part: see Communicator.shadow."""
+        """Whether ranks without data can take part: see Transport.follow."""
         is_bucket = self.kind == "all_reduce" and self.label != 0
         return is_bucket and self.op in ("mean", SKIP, *WEIGHTED_OPS.values())
 

@@ -47,7 +47,7 @@ from fastcomm.comm.collective import (
     shard_of,
 )
 from fastcomm.comm.parts import Parts, exchanged, rooted
-from fastcomm.comm.transport import Transport, Weight
+from fastcomm.comm.transport import Part, Transport
 from fastcomm.comm.watchdog import Notes
 from fastcomm.comm.who import processes_of
 from fastcomm.errors import FastcommError
@@ -273,10 +273,10 @@ class GroupCommunicator(Transport):
         sent_dtype = self._exchange.sent_dtype_of(flat.dtype, wire_dtype)
         is_fusable = not is_coded and sent_dtype == self._exchange.sent_dtype_of(flat.dtype, None)
 
-        def work_of(op: str, used_mask: Tensor, step: int, weight: Weight | None) -> GroupWork:
+        def work_of(op: str, used_mask: Tensor, step: int, part: Part) -> GroupWork:
             self._queue.check_usable()
             kind = "all_reduce", flat.numel(), flat.dtype, sent_dtype, op, 0, label, step
-            call = Call(*kind, *(weight or ()))
+            call = Call(*kind, part.weight, part.scale)
             return GroupWork(
                 self._queue,
                 call,
@@ -290,7 +290,7 @@ class GroupCommunicator(Transport):
         self._queue.buckets[label] = bucket
         return bucket
 
-    def shadow(self) -> bool:
+    def follow(self) -> bool:
         self._queue.check_usable()
         work = GroupWork(self._queue, WITHOUT_DATA)
         work.run()

@@ -12,7 +12,7 @@ from __future__ import annotations
 import queue
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 from torch.autograd.graph import increment_version
@@ -21,7 +21,7 @@ from torch.nn import Parameter
 from fastcomm.comm.collective import SKIP, used_values
 from fastcomm.comm.gathering import CopiedGradients
 from fastcomm.comm.times import SLICE_S
-from fastcomm.comm.transport import BoundBucket, BucketWork, Weight
+from fastcomm.comm.transport import ALL, BoundBucket, BucketWork, Part
 from fastcomm.errors import FastcommError
 from fastcomm.transports.group.call import Call
 from fastcomm.transports.group.exchange import FUSABLE_NBYTES, FUSED_NBYTES
@@ -225,7 +225,7 @@ class GroupWork(BucketWork):
 class GroupBucket(BoundBucket):
     """A flat buffer into which gradients are copied.
 
-    work_of(op, used_mask, step, weight): makes the work that reduces it.
+    work_of(op, used_mask, step, part): makes the work that reduces it.
     transfer: reduces it on the thread.
     is_coded: whether it travels in blocks, and its used mask apart.
     """
@@ -234,7 +234,7 @@ class GroupBucket(BoundBucket):
         self,
         flat: Tensor,
         views: list[Tensor],
-        work_of: Callable[[str, Tensor, int, Weight | None], GroupWork],
+        work_of: Callable[[str, Tensor, int, Part], GroupWork],
         transfer: Transfer,
         is_coded: bool,
     ) -> None:
@@ -257,18 +257,16 @@ class GroupBucket(BoundBucket):
         self._newest = None
         return self._copied.gather(parameters)
 
-    def launch(
-        self, op: str, missing: list[int], step: int = 0, weight: Any = None, votes: bool = False
-    ) -> GroupWork:
+    def launch(self, op: str, missing: list[int], step: int = 0, part: Part = ALL) -> GroupWork:
         """Waits for nobody."""
-        if votes:
-            op, weight = SKIP, None
+        if part.votes:
+            op = SKIP
         self._newest = None
         absent, present = used_values(op)
         self._used_mask.fill_(present)
         if missing:
             self._used_mask[missing] = absent
-        work = self._newest = self._work_of(op, self._used_mask, step, weight)
+        work = self._newest = self._work_of(op, self._used_mask, step, part)
         work.post()
         return work
 

@@ -114,7 +114,7 @@ class WorkQueue:
         self.n_abandoned = 0
         self.number = 0  # of the newest collective that the thread has begun
         self.n_timekeepers = 0  # how many ask for the times of works
-        # By label, for shadow(): the other ranks' call says which of them is reduced.
+        # By label, for follow(): the other ranks' call says which of them is reduced.
         self.buckets: weakref.WeakValueDictionary[int, GroupBucket] = weakref.WeakValueDictionary()
         self.life = Lifetime()
         self.flight = FlightRecorder(backend, rank, processes)

@@ -5,8 +5,8 @@ gradients from where autograd has put them, reduces them, and scatters the resul
 
 import torch
 
-from fastcomm.comm.collective import real_numel, used_values
-from fastcomm.comm.transport import BoundBucket, BucketWork
+from fastcomm.comm.collective import WEIGHTED_OPS, real_numel, used_values
+from fastcomm.comm.transport import ALL, BoundBucket, BucketWork
 
 cimport cython
 from libc.stdint cimport uint32_t, uint64_t
@@ -86,18 +86,6 @@ cdef class NcclBucketWork:
     def times(self):
         """Returns when the device was at it; None for what was captured."""
         return None if self.span is None else self.span.times()
-
-
-cdef class NcclWeight:
-    """What this rank's gradients count in one round, and the sum of all ranks' weights, which the
-    ranks add up by one collective. The host waits for neither.
-    """
-
-    cdef double scale
-    cdef object total, adding_up
-
-    def __cinit__(self, double scale, total, adding_up):
-        self.scale, self.total, self.adding_up = scale, total, adding_up
 
 
 cdef class NcclBucket(GatheringBucket):
@@ -247,9 +235,7 @@ cdef class NcclBucket(GatheringBucket):
         self.flat.zero_()
         return len(self.views)
 
-    def launch(
-        self, str op, list missing, uint64_t step=0, NcclWeight weight=None, bint votes=False
-    ):
+    def launch(self, str op, list missing, uint64_t step=0, part=ALL):
         """Flattens, reduces and unflattens beside what the current stream does next. Gradients that
         do not lie in the flat buffer are kept until they have been flattened, on a stream that
         waits for no collective. The current stream flattens them itself in a CUDA graph, and where
@@ -262,11 +248,14 @@ cdef class NcclBucket(GatheringBucket):
         cdef const char *failed = NULL
         cdef int code
         link.check_usable()
-        if votes:
+        if part.votes:
             self.flat[0] = float("nan")
-        if weight is not None:  # what is added is scaled before
-            weight.adding_up.wait()  # the current stream does
-            scale, divisor = weight.scale, <const void *><size_t>weight.total.data_ptr()
+        if part.total is not None:  # what is added is scaled before
+            total, adding_up = part.total
+            adding_up.wait()  # the current stream does
+            scale, divisor = part.scale, <const void *><size_t>total.data_ptr()
+            if op == "mean":  # of the ranks with data
+                op = WEIGHTED_OPS[op]
         self.posted = None
         cdef CUstream current = link.cuda.current_stream(), reader = self.lane.stream.handle
         if self.kept:
@@ -279,7 +268,7 @@ cdef class NcclBucket(GatheringBucket):
             self.token = work.token
         # If nothing moves and nothing is scaled, the wire still holds the last round's used mask:
         # see used_values.
-        flattens = (bool(missing) or bool(self.kept) or scale != 1 or weight is not None
+        flattens = (bool(missing) or bool(self.kept) or scale != 1 or divisor != NULL
                     or self.wire is not self.flat
                     or self.last is None or self.last.token is not work.token)
         if link.clock is not None and not work.is_captured:
@@ -292,7 +281,7 @@ cdef class NcclBucket(GatheringBucket):
         try:
             code = self._launch_on(
                 work.in_flight, current, reader, scale, divisor, flattens,
-                op_number(op if weight is None else "sum"), work.span, &failed,
+                op_number(op if divisor == NULL else "sum"), work.span, &failed,
             )
         finally:
             link.launches.end(self.lane, work.in_flight, work.is_captured)

@@ -12,7 +12,7 @@ from fastcomm.transports.nccl.bucket import NcclBucket
 # Transport says what its methods take. They are not abstract in the .pyx.
 class NcclCommunicator(Transport, metaclass=ABCMeta):
     timeout: timedelta
-    reduces_buckets_only: bool
+    begun_after: int
     def __init__(
         self,
         rank: int,

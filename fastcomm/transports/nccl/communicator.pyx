@@ -133,7 +133,9 @@ cdef class NcclCommunicator:
 
     cdef readonly int rank, world_size, local_rank
     cdef public object abandonment, membership  # see Transport
-    cdef public bint reduces_buckets_only
+    cdef public bint is_joining
+    # in a join(), while a round is open: n_abandoned when it began; else -1
+    cdef public int begun_after
     cdef readonly object device, timeout
     cdef readonly tuple processes
     cdef readonly Device cuda
@@ -151,15 +153,14 @@ cdef class NcclCommunicator:
     __reduce_ex__, instead = Transport.__reduce_ex__, Transport.instead
     rebuild, split = Transport.rebuild, Transport.split
     send, recv, end_channels = Transport.send, Transport.recv, Transport.end_channels
-    share_weight, shadow = rounds.share_weight, rounds.shadow
-    set_joining, refuse_vote = rounds.set_joining, rounds.refuse_vote
+    begin_round, follow, refuse_vote = rounds.begin_round, rounds.follow, rounds.refuse_vote
 
     def __cinit__(
         self, int rank, int world_size, int local_rank, object bootstrap, object timeout,
         object device, list neighbours,
     ):
         self.rank, self.world_size, self.local_rank = rank, world_size, local_rank
-        self.device, self.timeout = device, timeout
+        self.device, self.timeout, self.begun_after = device, timeout, -1
         self.link = Link(
             rank, world_size, bootstrap, timeout.total_seconds(), device, neighbours
         )
@@ -218,9 +219,9 @@ cdef class NcclCommunicator:
         except FastcommError:  # a device that fails is told of by what matters more
             return None
 
-    def note_settled(self):
+    def end_round(self):
         """What was launched so far is not abandoned with what comes."""
-        self.abandonment = None
+        self.abandonment, self.begun_after = None, -1
         self.link.note_settled()
 
     def check(self):

@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from fastcomm.comm.collective import BUCKETS_PER_REDUCER, WEIGHTED_OPS
-from fastcomm.comm.transport import Weight
+from fastcomm.comm.transport import Part
 from fastcomm.errors import FastcommError
-from fastcomm.transports.nccl.bucket import NcclWeight
 
 if TYPE_CHECKING:
     from fastcomm.transports.nccl.communicator import NcclCommunicator
@@ -25,16 +24,11 @@ _POLL_S = 50e-6  # little beside a round; the rank has nothing else to do
 
 def refuse_in_join(comm: NcclCommunicator) -> None:
     """Raises FastcommError for a collective that a rank without data would not hear of."""
-    if comm.reduces_buckets_only:
+    if comm.is_joining:
         raise FastcommError(
             "over NCCL ranks inside join() reduce gradients alone, as a rank without data would "
             "not hear of another collective: make it before or after the block"
         )
-
-
-def set_joining(comm: NcclCommunicator, is_on: bool) -> bool:
-    comm.reduces_buckets_only = is_on
-    return True
 
 
 def refuse_vote(comm: NcclCommunicator, op: str, looks_for_nan: bool) -> None:
@@ -49,21 +43,30 @@ def refuse_vote(comm: NcclCommunicator, op: str, looks_for_nan: bool) -> None:
         )
 
 
-def share_weight(comm: NcclCommunicator, weight: Weight, reducer: int | None = None) -> NcclWeight:
-    """The host waits for nothing."""
+def begin_round(comm: NcclCommunicator, op: str, part: Part, reducer: int) -> Part:
+    """Adds up the weights where the ranks have some, or may have no data."""
+    if comm.is_joining and comm.begun_after == comm.n_abandoned:
+        raise FastcommError(
+            "over NCCL one backward inside join() reduces for one reducer: freeze the "
+            "parameters of the other by requires_grad_(False), or detach() what goes into it"
+        )
+    comm.end_round()
+    if not comm.is_joining and op not in WEIGHTED_OPS.values():
+        return part
     if comm.is_captured():
         raise FastcommError(
             "a CUDA graph would replay the weight of its capture: capture a step without "
             "set_weight()"
         )
-    if reducer is None:
-        totals = torch.full((1,), weight.total, dtype=torch.float64, device=comm.device)
+    if comm.is_joining:
+        comm.begun_after = comm.n_abandoned
+        totals = _part_of_totals(comm, part.weight, 1, reducer)
     else:
-        totals = _part_of_totals(comm, weight.total, 1, reducer)
-    return NcclWeight(weight.scale, totals, comm.add_up(totals))
+        totals = torch.full((1,), part.weight, dtype=torch.float64, device=comm.device)
+    return part._replace(total=(totals, comm.add_up(totals)))
 
 
-def shadow(comm: NcclCommunicator) -> bool:
+def follow(comm: NcclCommunicator) -> bool:
     """Takes part in a whole round without gradients. Waits for the device, which waits for the
     ranks with data.
     """
@@ -78,10 +81,10 @@ def shadow(comm: NcclCommunicator) -> bool:
         return True
     reducer = round(sum_of_numbers / n_ranks)
     own = [one for one in comm.buckets if one.label // BUCKETS_PER_REDUCER == reducer]
-    weight = NcclWeight(0.0, totals, adding_up)
+    part = Part(0.0, 0.0, total=(totals, adding_up))
     for bucket in sorted(own, key=lambda one: one.label):
         missing = list(range(bucket.clear()))
-        bucket.launch(WEIGHTED_OPS["mean"], missing, 0, weight).wait()
+        bucket.launch(WEIGHTED_OPS["mean"], missing, 0, part).wait()
     return False
 
 

@@ -4,7 +4,7 @@
 import torch
 
 from fastcomm.comm.collective import SKIP, real_numel, used_values
-from fastcomm.comm.transport import BoundBucket, BucketWork
+from fastcomm.comm.transport import ALL, BoundBucket, BucketWork
 
 from libc.math cimport isnan
 from libc.stdint cimport uint32_t, uint64_t
@@ -101,11 +101,12 @@ cdef class ShmBucket(GatheringBucket):
         self.next = work
         return work
 
-    def launch(self, str op, list missing, uint64_t step=0, weight=None, bint votes=False):
+    def launch(self, str op, list missing, uint64_t step=0, part=ALL):
         cdef ShmWork work = self.next or self._next_work(0)
         cdef int kind = SHM_ALL_REDUCE if self.bounds is None else SHM_REDUCE_SCATTER_V
+        weight, scale, votes, _ = part
         if votes:
-            op, weight = SKIP, None
+            op = SKIP
         cdef shm_descriptor d = descriptor(kind, bucket_op_code(op))
         cdef char *data = self.ring.check(self.wire, &d)
         self.next = self.posted = None
@@ -113,8 +114,7 @@ cdef class ShmBucket(GatheringBucket):
         if self.bounds is not None:
             work.take_bounds(self.bounds)
         d.label, d.step = self.label, step
-        if weight is not None:
-            d.weight, d.scale = weight
+        d.weight, d.scale = weight, scale
         if self.counts:
             work.counting = shm_counting(self.end, self.adds_squares)
         self.used_mask.copy_(self._token(op, tuple(missing)))

@@ -42,6 +42,7 @@ cdef class ShmCommunicator:
 
     cdef readonly int rank, world_size, local_rank
     cdef public object abandonment, membership  # see Transport
+    cdef public bint is_joining
     cdef readonly object device, timeout
     cdef readonly tuple processes
     cdef object __weakref__
@@ -56,8 +57,7 @@ cdef class ShmCommunicator:
     __reduce_ex__, instead = Transport.__reduce_ex__, Transport.instead
     rebuild, split = Transport.rebuild, Transport.split
     send, recv, end_channels = Transport.send, Transport.recv, Transport.end_channels
-    make_window, share_weight = Transport.make_window, Transport.share_weight
-    refuse_vote, set_joining = Transport.refuse_vote, Transport.set_joining
+    make_window, refuse_vote = Transport.make_window, Transport.refuse_vote
     refuse_capture = Transport.refuse_capture
 
     def __cinit__(self, int rank, int world_size, int local_rank, object bootstrap, object timeout):
@@ -254,15 +254,18 @@ cdef class ShmCommunicator:
         cdef shm_descriptor d = descriptor(SHM_BROADCAST, SHM_SUM)
         self.ring.check(tensor, &d)
 
-    def shadow(self):
+    def begin_round(self, op, part, reducer):
+        self.abandonment = None
+        return part
+
+    def end_round(self):
+        self.abandonment = None
+
+    def follow(self):
         return self.ring.shadow()
 
     def keep_times(self, bint is_on):
         self.ring.keep_times(is_on)
-
-    def note_settled(self):
-        """What was launched so far is not abandoned with what comes."""
-        self.abandonment = None
 
     def check(self):
         """Waits only after another rank has abandoned what was under way, until the ranks have met

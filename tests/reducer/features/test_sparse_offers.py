@@ -8,12 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastcomm import FastcommError, Reducer
-from fastcomm.comm.transport import Weight
+from fastcomm.comm.transport import Part
 from fastcomm.reducer.features.sparse_bucket import Offer
 from tests.support.ranks import on_ranks
 
 LIKES = [torch.empty(10, 4, device="meta"), torch.empty(6, 2, device="meta")]
-REAL = Offer("mean", 7, Weight(0.5, 2.0), [1, 0], [3, 0], [1, 1]).numbers()
+REAL = Offer("mean", 7, Part(0.5, 2.0), [1, 0], [3, 0], [1, 1]).numbers()
 
 
 @settings(max_examples=200, deadline=None)

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from fastcomm import AbandonedError, MismatchError
+from fastcomm.comm.transport import Part
 from fastcomm.transports.group import work_queue
 from fastcomm.transports.group.wire import Wire
 from tests.support.bodies import communicator, note, wait_for_note
@@ -205,7 +206,7 @@ def test_a_rank_that_hears_of_an_abandonment_has_nothing_in_flight_behind_it(com
 def test_a_vote_leaves_nothing_in_flight(comm, wire_dtype):
     for voter in (0, 1):
         _, (bucket,) = buckets_of(comm, 1, wire_dtype)
-        work = bucket.launch("sum", [], votes=comm.rank == voter)
+        work = bucket.launch("sum", [], part=Part(votes=comm.rank == voter))
         work.wait()
         assert work.is_skipped()
         check_all_reduce(comm, LARGE)
@@ -218,7 +219,7 @@ def test_a_shadow_takes_part_with_zeros(comm, wire_dtype):
     comm.barrier()
     if comm.rank == 1:
         time.sleep(0.1)  # the others' data is in flight
-        assert not comm.shadow()
+        assert not comm.follow()
     else:
         bucket.launch("mean", []).wait()
         assert_holds(flats[0], 2)

@@ -88,7 +88,7 @@ def _reduce_what_the_other_has_not(place: Place) -> str:
             bucket = comm.bind_bucket(flat, [flat[:3]], [0], **options)
             bucket.launch("mean", []).wait()
         else:
-            comm.shadow()
+            comm.follow()
     return str(caught.value)
 
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 import fastcomm
 from fastcomm import AbandonedError, FastcommError, MismatchError, PeerLostError
-from fastcomm.comm.transport import Weight
+from fastcomm.comm.transport import Part
 from fastcomm.transports.group import work_queue
 from fastcomm.transports.group.call import reduce_rows
 from fastcomm.transports.group.exchange import FUSABLE_NBYTES, FUSED_NBYTES
@@ -180,15 +180,15 @@ def test_only_what_all_ranks_have_come_to_is_fused(comm):
 @pytest.mark.transports("group", "hierarchical")
 @on_ranks(2)
 def test_buckets_that_wait_are_fused_if_all_ranks_count_alike(comm):
-    weight = Weight(3.0 - 2 * comm.rank, 3.0 - 2 * comm.rank)  # 3 and 1
+    part = Part(3.0 - 2 * comm.rank, 3.0 - 2 * comm.rank)  # 3 and 1
     launches = [
         ("sum", 1, None, ()),
         ("mean", 2, None, ()),
         ("mean", 3, None, ()),
         ("mean", 4, torch.bfloat16, ()),
         ("mean", 5, torch.bfloat16, ()),
-        ("weighted mean", 6, None, (weight,)),
-        ("weighted mean", 7, None, (weight,)),
+        ("weighted mean", 6, None, (part,)),
+        ("weighted mean", 7, None, (part,)),
         ("mean", 8, None, ()),
         ("mean", 9 + comm.rank, None, ()),
         ("mean", 11, None, ()),
@@ -204,8 +204,8 @@ def test_buckets_that_wait_are_fused_if_all_ranks_count_alike(comm):
     works, numbers = _post_while_the_first_is_announced(
         comm,
         [
-            functools.partial(bucket.launch, op, [], step, *weights)
-            for bucket, (op, _, _, weights), step in zip(buckets, launches, steps, strict=True)
+            functools.partial(bucket.launch, op, [], step, *part)
+            for bucket, (op, _, _, part), step in zip(buckets, launches, steps, strict=True)
         ],
     )
     assert numbers == [1, 2, 4, 5, 6, 7, 8, 9, 10, 12]

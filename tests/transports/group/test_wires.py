@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fastcomm.comm.collective import BLOCK_DTYPES
+from fastcomm.comm.transport import Part
 from fastcomm.transports.group.wire import BLOCK, Wire
 from tests.support.ranks import on_ranks
 from tests.support.reference import FLOATS, HALVES, OPS, reduced, shards_of
@@ -227,7 +228,7 @@ def test_what_a_dropped_round_has_dropped_is_not_fed_back(comm):
     small = values == 0.25
     gradients, bucket = _bind(comm, values, torch.int8, error_feedback=True)
     gradients[small] = 0.4
-    work = bucket.launch("mean", [], votes=comm.rank == 1)
+    work = bucket.launch("mean", [], part=Part(votes=comm.rank == 1))
     work.wait()
     assert work.is_skipped()
     gradients[small] = 0.2

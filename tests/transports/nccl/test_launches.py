@@ -14,7 +14,7 @@ import torch
 
 import fastcomm
 from fastcomm import FastcommError, TimeoutError
-from fastcomm.comm.transport import Weight
+from fastcomm.comm.transport import Part
 from tests.fakes.stand_ins import (
     assert_all_ended,
     loaded,
@@ -275,7 +275,7 @@ def _capture_what_differs_by_step(place):
     fastcomm.Reducer(comm, skip_nonfinite=True).attach(model)
     loaded("cuda").stand_in_capture(BEGIN_THREAD_LOCAL)
     with pytest.raises(FastcommError, match="replay the weight of its capture"):
-        comm.share_weight(Weight(2.0, 2.0))
+        comm.begin_round("weighted mean", Part(2.0, 2.0), 0)
     waits = "skip_nonfinite=True waits for the device, which cannot"
     with pytest.raises(FastcommError, match=waits):
         backward(model, place.rank)
