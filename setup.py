@@ -53,7 +53,7 @@ REDUCING = ("transports.shm.reduce", "transports.group.shards")  # include a par
 EXTENSIONS = (
     *(
         "postmortem.flight_recorder",
-        "comm.lifetime",
+        "comm.standing",
         "comm.flat_buffers",
         "comm.gradient_slot",
         "comm.gathering",

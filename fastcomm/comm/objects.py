@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.serialization import default_restore_location
 
 from fastcomm.comm import messages
-from fastcomm.comm.lifetime import again
+from fastcomm.comm.standing import again
 from fastcomm.comm.transport import Transport
 from fastcomm.errors import (
     FastcommError,

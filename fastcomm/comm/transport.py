@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import abc
 import itertools
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from fastcomm.comm.abandonment import Abandonment
 from fastcomm.comm.communicator import Communicator, Work
+from fastcomm.comm.standing import Standing
 from fastcomm.comm.who import Process
 
 
@@ -131,8 +132,10 @@ class Transport(Communicator):
 
     processes: tuple[Process, ...]  # by rank
     flight: Any  # the newest collectives, a fastcomm.postmortem.flight_recorder.FlightRecorder
-    n_abandoned: int  # how often a round was abandoned, by this rank or another
-    abandonment: Abandonment | None  # the newest one, until a round begins or ends well
+    standing: Standing
+    # Without a Python frame, in which a signal handler might raise.
+    n_abandoned = property(attrgetter("standing.n_abandoned"))
+    failure = property(attrgetter("standing.failure"))
     # Set by a join(): ranks whose data has ended follow() those that reduce buckets.
     is_joining: bool = False
     # Capabilities, by which callers choose; they ask for no transport by its type.
@@ -153,7 +156,7 @@ class Transport(Communicator):
         """What was launched so far is not abandoned with what comes: the round has ended alike on
         all ranks.
         """
-        self.abandonment = None
+        self.standing.settle()
 
     @abc.abstractmethod
     def broadcast_all(self, tensors: list[Tensor], src: int = 0) -> None:

@@ -22,7 +22,7 @@ from torch.autograd.graph import increment_version
 
 from fastcomm.comm.collective import check_root
 from fastcomm.comm.communicator import Work
-from fastcomm.comm.lifetime import Lifetime, again
+from fastcomm.comm.standing import Standing, again
 from fastcomm.comm.transport import Transport
 from fastcomm.errors import FastcommError, PeerLostError, has_aborted, has_closed, has_ended
 from fastcomm.postmortem.flight_recorder import FlightRecorder
@@ -38,7 +38,7 @@ class Channels:
         """
         self._connect = connect
         self._rank, self._processes = comm.rank, comm.processes
-        self._life = Lifetime()
+        self._life = Standing()
         self._channels: dict[tuple[int, int], _Channel] = {}
         weakref.finalize(comm, self.end, aborts=True).atexit = False
         tell_at_end(self)
@@ -75,7 +75,7 @@ class Channels:
         try:
             comm = self._connect(src, dst)
         except FastcommError as error:
-            Lifetime().end(error)  # tells who writes dumps of failures
+            Standing().end(error)  # tells who writes dumps of failures
             raise
         comm.flight.channel = src, dst
         return comm
@@ -111,7 +111,7 @@ class _Channel:
         dst: int,
         peer: int,
         meet: Callable[[int, int, Tensor], Transport],
-        life: Lifetime,
+        life: Standing,
     ) -> None:
         """life: of all channels."""
         self._name = f"a message from rank {src} (here rank 0) to rank {dst} (here rank 1)"

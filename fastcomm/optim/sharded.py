@@ -17,7 +17,6 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
-from fastcomm.comm.abandonment import note_abandoned
 from fastcomm.comm.transport import Transport
 from fastcomm.errors import FastcommError, MismatchError
 from fastcomm.insight.recorder import OPTIMIZER, OTHER, WAITING
@@ -313,7 +312,7 @@ class ShardedOptimizer(Optimizer):
             return  # they have all heard of it
         with contextlib.suppress(FastcommError):
             self.comm.abandon()
-        note_abandoned(self.comm, error)
+        self.comm.standing.mark(error)
 
     def _step_pieces(self) -> None:
         pairs = list(zip(self.param_groups, self._inner.param_groups, strict=True))

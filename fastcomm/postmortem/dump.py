@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from fastcomm.comm.deadline import Deadline
-from fastcomm.comm.lifetime import call_on_failure, n_failure_calls
+from fastcomm.comm.standing import call_on_failure, n_failure_calls
 from fastcomm.comm.words import called
 from fastcomm.errors import FastcommError, TimeoutError
 from fastcomm.postmortem.flight_recorder import Entry, FlightRecorder, living

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
-from fastcomm.comm.abandonment import when_abandoned
+from fastcomm.comm.standing import Standing, when_abandoned
 from fastcomm.comm.transport import Transport
 from fastcomm.reducer.autograd import hook_gradient
 from fastcomm.reducer.bucket import Bucket
@@ -39,12 +39,12 @@ def is_owned(parameter: Tensor) -> bool:
     return owner_of(parameter) is not None
 
 
-def reducers_on(comm: Transport) -> list[Reducer]:
+def reducers_on(standing: Standing) -> list[Reducer]:
     """Those of the communicator that have a model, in the order of their numbers, which is the same
-    on all ranks.
+    on all ranks. standing: the communicator's.
     """
     found = {reference() for reference in _owners.values()}
-    mine = [one for one in found if one is not None and one.comm is comm]
+    mine = [one for one in found if one is not None and one.comm.standing is standing]
     return sorted(mine, key=lambda one: one.number)
 
 
@@ -87,9 +87,9 @@ def next_number(comm: Transport) -> int:
 
 
 @when_abandoned
-def _drop_steps(comm: Transport) -> None:
+def _drop_steps(standing: Standing) -> None:
     """No rank knows which reducers the others had come to: all of the communicator drop the step,
     on every rank.
     """
-    for reducer in reducers_on(comm):
+    for reducer in reducers_on(standing):
         reducer.drop_step()

@@ -24,7 +24,6 @@ from torch.nn.parameter import Parameter
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from fastcomm.comm.abandonment import error_in_abandoned_backward, note_abandoned
 from fastcomm.comm.autograd_stack import enclosing_backward
 from fastcomm.comm.collective import Op, canonical_op
 from fastcomm.comm.communicator import Communicator, ProcessBound
@@ -262,7 +261,7 @@ class Reducer(ProcessBound, ReducerFlags):
             # memory, for example: the other ranks are not to wait for this one
             with contextlib.suppress(FastcommError):
                 self.comm.abandon()
-            note_abandoned(self.comm, error)
+            self.comm.standing.mark(error)
             raise
         self.steps.last = []  # by the numbers of the buckets before
         self._handles = take_over(self, self.buckets)
@@ -499,7 +498,7 @@ class Reducer(ProcessBound, ReducerFlags):
         the end.
         """
         refuse_compiled_autograd()
-        if self.comm.abandonment is not None:
+        if self.comm.standing.newest:
             self.refuse_abandoned_backward()
         # A backward that ends with an exception drops the callback uncalled; then the round must be
         # ended all the same.
@@ -511,7 +510,7 @@ class Reducer(ProcessBound, ReducerFlags):
         """For the reducer: the first gradient is ready. Raise AbandonedError, and drop it, if a
         hook has abandoned the step and lets the backward go on.
         """
-        error = error_in_abandoned_backward(self.comm)
+        error = self.comm.standing.error_in_backward()
         if error is not None:
             self.drop_step()
             raise error

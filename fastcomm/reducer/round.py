@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from fastcomm.comm.abandonment import GONE_ON, note_abandoned
 from fastcomm.comm.collective import with_checksum
+from fastcomm.comm.standing import GONE_ON
 from fastcomm.comm.transport import ALL, Transport
 from fastcomm.comm.words import RECORDS
 from fastcomm.errors import AbandonedError, FastcommError, MismatchError
@@ -307,7 +307,7 @@ class Round(RoundFlags):
             finally:
                 self._drop()
         if error is not None:
-            note_abandoned(self._comm, error)
+            self._comm.standing.mark(error)
 
     def _leave(self) -> None:
         """Let the other ranks know."""

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fastcomm.comm.communicator import Communicator, Work
-from fastcomm.comm.lifetime import again
+from fastcomm.comm.standing import again
 from fastcomm.errors import FastcommError
 
 

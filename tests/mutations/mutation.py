@@ -41,7 +41,7 @@ class Mutation:
 
 
 def extensions_of(file: str) -> tuple[str, ...]:
-    """Which extension modules have to be compiled again: comm.lifetime, for example."""
+    """Which extension modules have to be compiled again: comm.standing, for example."""
     path = Path(file)
     if path.parts[:2] == ("kernels", "shm"):
         is_arithmetic = path.name.startswith("reduce")

@@ -90,7 +90,7 @@ def _left_behind(comm: Any, lasts: bool) -> AssertionError | None:
     gc.collect()
     if lasts and comm.failure is not None:
         return AssertionError(f"this test has ended the communicator of the next: {comm.failure}")
-    reducers = reducers_on(comm)
+    reducers = reducers_on(comm.standing)
     return AssertionError(f"these outlive their test: {reducers}") if reducers else None
 
 

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
-from fastcomm.comm.abandonment import note_abandoned
 from fastcomm.comm.transport import Transport
 from fastcomm.errors import FastcommError
 
@@ -27,7 +26,7 @@ def all_or_none(comm: Transport, stop: Callable[[], None] = lambda: None) -> Ite
             stop()
             with contextlib.suppress(FastcommError):
                 comm.abandon()
-            note_abandoned(comm, error)
+            comm.standing.mark(error)
             raise
 
 

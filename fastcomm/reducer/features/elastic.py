@@ -137,7 +137,7 @@ def elastic(reducer: Reducer, batches: Iterator[T], state: Sequence[Stateful]) -
     """See Reducer.elastic."""
     reducer.attached_model()
     refuse_stateless(state)
-    reducers = reducers_on(reducer.comm)
+    reducers = reducers_on(reducer.comm.standing)
     for one in reducers:
         check(Feature.REBUILD, one.features())
     if not reducer.comm.membership.can_meet_anew:

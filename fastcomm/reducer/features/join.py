@@ -74,11 +74,11 @@ class Join(ProcessBound, Generic[T]):
         self._difference: MismatchError | None = None  # of the ranks' models, in the end
 
     def _reducers(self) -> list[Reducer]:
-        reducers = reducers_on(self._comm)
+        reducers = reducers_on(self._comm.standing)
         if len(reducers) > 1:  # a model in a reference cycle may be collected on some ranks only
             free_failed_backwards()
             gc.collect()
-            reducers = reducers_on(self._comm)
+            reducers = reducers_on(self._comm.standing)
         return reducers
 
     # -- the block, and the loop in it -------------------------------------------------------------

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import functools
 import os
-import weakref
 from collections.abc import Sequence
 from datetime import timedelta
 from operator import attrgetter
@@ -28,7 +27,6 @@ from torch.autograd.graph import increment_version
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from fastcomm.comm import messages
-from fastcomm.comm.abandonment import is_abandoned_already, leave_backward
 from fastcomm.comm.coalesced import checked_together, sizes
 from fastcomm.comm.collective import (
     BLOCK_DTYPES,
@@ -50,7 +48,6 @@ from fastcomm.comm.parts import Parts, exchanged, rooted
 from fastcomm.comm.transport import Part, Transport
 from fastcomm.comm.watchdog import Notes
 from fastcomm.comm.who import processes_of
-from fastcomm.errors import FastcommError
 from fastcomm.transports.group.call import SENT_DTYPES, WITHOUT_DATA, Call, as_bytes
 from fastcomm.transports.group.exchange import Exchange
 from fastcomm.transports.group.shards import Transfer
@@ -85,7 +82,7 @@ class GroupCommunicator(Transport):
     crosses_network = True
     wire_dtypes = (*WIRE_DTYPES, *BLOCK_DTYPES)
     # Without a Python frame, in which a signal handler might raise.
-    n_abandoned = property(attrgetter("_queue.n_abandoned"))
+    standing = property(attrgetter("_queue.life"))
     flight = property(attrgetter("_queue.flight"))
     number = property(attrgetter("_queue.number"))  # of the newest collective begun
 
@@ -102,18 +99,12 @@ class GroupCommunicator(Transport):
         self.rank, self.world_size, self.local_rank = rank, world_size, local_rank
         self.device = torch.device("cpu")
         self.timeout = timeout
-        self.abandonment = None
         self.processes = processes_of(bootstrap.exchange(os.getpid(), messages.PID))
         exchange.connect(bootstrap.store("gloo"), bootstrap.timeout, bootstrap.look)
         self._notes, self._exchange = bootstrap, exchange
         self._queue = WorkQueue(
             self.backend, rank, self.processes, exchange, bootstrap, timeout, neighbours
         )
-        self._queue.communicator = weakref.ref(self)
-
-    @property
-    def failure(self) -> FastcommError | None:
-        return self._queue.life.failure
 
     def __repr__(self) -> str:
         return (
@@ -343,11 +334,11 @@ class GroupCommunicator(Transport):
 
         What a signal handler raises is raised once the ranks have met; see GroupWork.wait.
         """
-        if not in_any_case and is_abandoned_already(self):
+        if not in_any_case and self.standing.is_told():
             return
         self._queue.abandon()
         if not in_any_case:
-            leave_backward(self)
+            self.standing.leave_backward(self.rank)
 
     def abort(self) -> None:
         self.end_channels(aborts=True)

@@ -21,12 +21,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fastcomm.comm.abandonment import tell_of_abandonment, told
 from fastcomm.comm.collective import SKIP
 from fastcomm.comm.deadline import running_s
-from fastcomm.comm.lifetime import Lifetime, again
+from fastcomm.comm.standing import Standing, again
 from fastcomm.comm.times import EXPLAIN_S, INTERRUPTED_S, NAMED_S, SURE_S, TOLD_S, WAITED_S
-from fastcomm.comm.transport import Transport
 from fastcomm.comm.watchdog import (
     Notes,
     Watchdog,
@@ -90,10 +88,8 @@ class RunningCollective(NamedTuple):
 class WorkQueue:
     """What the works and the watchdog (watchdog.Watched) know of a communicator.
 
-    Any number of threads may call it. life: whether the communicator can still be used.
+    Any number of threads may call it. life: what the callers still have to be told.
     """
-
-    communicator: weakref.ref[Transport]  # set by the communicator
 
     # For the watchdog: the garbage collector may end it, and `number` goes on when the ranks meet
     # again.
@@ -111,12 +107,11 @@ class WorkQueue:
         neighbours: Sequence[int],
     ) -> None:
         self.rank, self.world_size, self.processes = rank, len(processes), processes
-        self.n_abandoned = 0
         self.number = 0  # of the newest collective that the thread has begun
         self.n_timekeepers = 0  # how many ask for the times of works
         # By label, for follow(): the other ranks' call says which of them is reduced.
         self.buckets: weakref.WeakValueDictionary[int, GroupBucket] = weakref.WeakValueDictionary()
-        self.life = Lifetime()
+        self.life = Standing()
         self.flight = FlightRecorder(backend, rank, processes)
         self._exchange, self._notes = exchange, notes
         self._timeout_s = timeout.total_seconds()
@@ -165,7 +160,7 @@ class WorkQueue:
         self.check_usable()
         theirs = self._unheard()
         if theirs is not None:
-            raise self.heard(theirs.error, self.n_abandoned)
+            raise self.heard(theirs.error, self.life.n_abandoned)
 
     def abandon(self) -> None:
         """Finishes what all ranks have announced, and ends what waits, on all ranks.
@@ -184,14 +179,14 @@ class WorkQueue:
             if theirs is None:
                 own.sleep()
             else:  # they have announced it: this rank joins them
-                self.n_abandoned = theirs.number
+                self.life.n_abandoned = theirs.number
                 theirs.meeting.sleep()
 
         raised = see_through(meet, self.abort)
         met = own if theirs is None else theirs.meeting
         error = None if met is None else met.error
         if error is None:
-            tell_of_abandonment(self.communicator)
+            self.life.tell()
         if raised is not None:
             raise raised from error
         if error is not None:
@@ -296,26 +291,21 @@ class WorkQueue:
         return work in self._works
 
     def heard(self, error: FastcommError, n_abandoned: int) -> FastcommError:
-        """Notes that the caller learns of `error`, which may be another rank's abandonment. Returns
-        a copy of it, to be raised: others hold it, and a traceback would hold the model.
-
-        n_abandoned: when the work was made that the error has ended.
+        """Notes that the caller learns of `error`, which may be another rank's abandonment. Takes
+        and returns what Standing.told() does.
         """
         theirs = self._unheard()
         if theirs is not None and error is theirs.error:
-            self.n_abandoned = theirs.number
-            tell_of_abandonment(self.communicator)
-        if n_abandoned != self.n_abandoned:
-            return told(self.communicator, error)
-        copy: FastcommError = again(error)
-        return copy
+            self.life.n_abandoned = theirs.number
+            self.life.tell()
+        return self.life.told(error, n_abandoned)
 
     def _unheard(self) -> PeerAbandonment | None:
         """The other ranks' abandonment that the caller does not know of yet, or None. What the
         caller calls once it knows belongs to the next round.
         """
         theirs = self._peer_abandonment
-        is_heard = theirs is None or theirs.number <= self.n_abandoned
+        is_heard = theirs is None or theirs.number <= self.life.n_abandoned
         return None if is_heard else theirs
 
     def look_at_clock(self) -> None:
@@ -534,7 +524,7 @@ class WorkQueue:
         with self._lock:
             self._is_meeting = False
             if own is not None:
-                self.n_abandoned = self._n_met
+                self.life.n_abandoned = self._n_met
             self._resolve([meeting], None)
 
     # -- what the watchdog sees; see fastcomm.comm.watchdog.Watched --------------------------------

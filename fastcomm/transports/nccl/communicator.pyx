@@ -7,7 +7,6 @@ never end, and the next call raises. The ranks find each other through the `boot
 bootstrap.py.
 """
 
-import weakref
 
 import torch
 
@@ -16,7 +15,6 @@ from fastcomm.comm.collective import (
     WIRE_DTYPES, addends_of_mean, as_pairs, canonical_op, check_numel, check_out, check_root,
     lacks_memory, mean_of_addends, real_numel, refuse_error_feedback, refuse_tensor, shard_of,
 )
-from fastcomm.comm.abandonment import is_abandoned_already, leave_backward
 from fastcomm.comm.communicator import Work
 from fastcomm.comm.parts import exchanged, rooted
 from fastcomm.comm.transport import Transport
@@ -132,7 +130,7 @@ cdef class NcclCommunicator:
     """
 
     cdef readonly int rank, world_size, local_rank
-    cdef public object abandonment, membership  # see Transport
+    cdef public object membership  # see Transport
     cdef public bint is_joining
     # in a join(), while a round is open: n_abandoned when it began; else -1
     cdef public int begun_after
@@ -153,6 +151,7 @@ cdef class NcclCommunicator:
     __reduce_ex__, instead = Transport.__reduce_ex__, Transport.instead
     rebuild, split = Transport.rebuild, Transport.split
     send, recv, end_channels = Transport.send, Transport.recv, Transport.end_channels
+    n_abandoned, failure = Transport.n_abandoned, Transport.failure
     begin_round, follow, refuse_vote = rounds.begin_round, rounds.follow, rounds.refuse_vote
 
     def __cinit__(
@@ -164,7 +163,6 @@ cdef class NcclCommunicator:
         self.link = Link(
             rank, world_size, bootstrap, timeout.total_seconds(), device, neighbours
         )
-        self.link.communicator = weakref.ref(self)
         self.processes, self.cuda = self.link.processes, self.link.cuda
 
     def close(self, double timeout=30):
@@ -193,11 +191,11 @@ cdef class NcclCommunicator:
         What came before the round all ranks have, also one that is late.
         """
         self.link.check_open()
-        if not in_any_case and is_abandoned_already(self):
+        if not in_any_case and self.link.life.is_told():
             return
         self.link.abandon()
         if not in_any_case:
-            leave_backward(self)
+            self.link.life.leave_backward(self.rank)
 
     def keep_times(self, bint is_on):
         """At first waits for the current stream."""
@@ -221,8 +219,10 @@ cdef class NcclCommunicator:
 
     def end_round(self):
         """What was launched so far is not abandoned with what comes."""
-        self.abandonment, self.begun_after = None, -1
-        self.link.note_settled()
+        cdef Link link = self.link
+        self.begun_after = -1
+        link.life.settle()
+        link.n_settled = 0 if link.is_split_up else link.launches.number
 
     def check(self):
         self.link.hear()
@@ -232,12 +232,8 @@ cdef class NcclCommunicator:
         return self.link.launches.flight
 
     @property
-    def n_abandoned(self):
-        return self.link.n_abandoned
-
-    @property
-    def failure(self):
-        return self.link.life.failure
+    def standing(self):
+        return self.link.life
 
     def __repr__(self):
         return (

@@ -3,7 +3,7 @@ from libc.stdint cimport uint32_t, uint64_t
 from fastcomm.transports.cuda.clock cimport DeviceClock
 from fastcomm.transports.cuda.driver cimport Device, Stream
 from fastcomm.transports.cuda.graphs cimport CapturedGraphs
-from fastcomm.comm.lifetime cimport Lifetime
+from fastcomm.comm.standing cimport Standing
 from fastcomm.transports.nccl.lane cimport Lane, InFlight
 from fastcomm.transports.nccl.launches cimport Launches
 from fastcomm.transports.nccl.memory cimport Pool
@@ -13,7 +13,7 @@ cdef class Link:
     cdef readonly int rank, world_size
     cdef readonly tuple processes
     cdef readonly int epoch
-    cdef Lifetime life
+    cdef Standing life
     cdef object __weakref__
     cdef Device cuda
     cdef Stream flattener  # for gradients that lie elsewhere than in their bucket
@@ -27,8 +27,6 @@ cdef class Link:
     cdef set common_labels  # of the buckets that all ranks had left when they last met
     cdef object ending  # held while the lanes are aborted
     cdef double timeout_s
-    cdef int n_abandoned
-    cdef object communicator  # a weak reference to the NcclCommunicator
     # Collectives are counted since the ranks met. How many came before the round that is open; and
     # before the abandoned one, so that all ranks have them.
     cdef uint64_t n_settled, n_kept
@@ -43,7 +41,6 @@ cdef class Link:
     cdef abort(self)
     cdef abandon(self)
     cdef hear(self)
-    cdef note_settled(self)
     cdef Lane lane(self, int number)
     cdef register(self, Lane lane, memory, uint32_t label)
     cdef wait_for(self, InFlight in_flight)

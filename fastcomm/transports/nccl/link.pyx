@@ -17,11 +17,10 @@ from fastcomm.errors import (
     AbandonedError, FastcommError, NcclError, PeerLostError, has_aborted, has_closed,
     has_ended,
 )
-from fastcomm.comm.lifetime import again
+from fastcomm.comm.standing import again
 from fastcomm.transports.nccl.library import load, refuse_different_versions, unique_id
 from fastcomm.postmortem.script_end import tell_at_end
 from fastcomm.postmortem.whereabouts import whereabouts
-from fastcomm.comm.abandonment import tell_of_abandonment, told
 from fastcomm.comm.watchdog import (
     Watchdog, leave_abandonment, leave_abort, leave_closing, leave_last_words,
 )
@@ -59,7 +58,7 @@ cdef class Link:
         list neighbours,
     ):
         self.rank, self.world_size, self.timeout_s = rank, world_size, timeout_s
-        self.life, self.bootstrap = Lifetime(), bootstrap
+        self.life, self.bootstrap = Standing(), bootstrap
         self.ending, self.buckets, self.rejoining = threading.Lock(), weakref.WeakSet(), []
         self.cuda, self.lanes = Device(device), []
         self.flattener, self.graphs = Stream(self.cuda), CapturedGraphs(self.cuda)
@@ -222,9 +221,9 @@ cdef class Link:
 
     cdef abandon(self):
         """Ends the lanes on every rank; the ranks meet again at their next collective."""
-        self.n_abandoned += 1
+        self.life.n_abandoned += 1
         self._abandon()
-        tell_of_abandonment(self.communicator)
+        self.life.tell()
 
     cdef _abandon(self):
         cdef uint64_t n_kept = 0
@@ -272,10 +271,6 @@ cdef class Link:
         """
         oldest = self.launches.oldest_unfinished()
         return oldest is not None and oldest[0] <= n
-
-    cdef note_settled(self):
-        """What was launched so far is not abandoned with what comes."""
-        self.n_settled = 0 if self.is_split_up else self.launches.number
 
     cdef hear(self):
         if not self.is_closed:
@@ -443,13 +438,11 @@ cdef class Link:
         return 0
 
     cdef object _take_interruption(self):
-        """Returns the interruption, to be raised, and clears it: it is raised once. A copy: the
-        watchdog may hold the interruption for seconds, and its traceback would hold the model.
-        """
+        """Returns the interruption, to be raised, and clears it: it is raised once."""
         interruption, self.interruption = self.interruption, None
-        self.n_abandoned += 1
-        tell_of_abandonment(self.communicator)
-        return told(self.communicator, interruption)
+        self.life.n_abandoned += 1
+        self.life.tell()
+        return self.life.told(interruption)
 
     cdef int check_open(self) except -1:
         """Raises the error that has ended the communicator."""
@@ -465,7 +458,7 @@ cdef class Link:
         if self.interruption is not None:
             raise self._take_interruption()
         if self.is_split_up or epoch != self.epoch:
-            raise told(self.communicator, AbandonedError(
+            raise self.life.told(AbandonedError(
                 "this collective was abandoned with all that was under way"
             ))
         return 0

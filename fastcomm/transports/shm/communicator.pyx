@@ -6,7 +6,6 @@ The ranks find each other by the `bootstrap`, whose `exchange(value, form)` retu
 value; see bootstrap.py.
 """
 
-import weakref
 from itertools import accumulate, chain
 
 import torch
@@ -16,7 +15,6 @@ from fastcomm.comm.collective import (
     CPU_DTYPES, WIRE_DTYPES, check_numel, check_out, check_root, refuse_dtype,
     refuse_error_feedback, shard_of,
 )
-from fastcomm.comm.abandonment import is_abandoned_already, leave_backward
 from fastcomm.comm.parts import check_rooted, exchanged
 from fastcomm.comm.transport import Transport
 from fastcomm.errors import InitError, has_aborted, has_closed
@@ -41,7 +39,7 @@ cdef class ShmCommunicator:
     """
 
     cdef readonly int rank, world_size, local_rank
-    cdef public object abandonment, membership  # see Transport
+    cdef public object membership  # see Transport
     cdef public bint is_joining
     cdef readonly object device, timeout
     cdef readonly tuple processes
@@ -57,6 +55,7 @@ cdef class ShmCommunicator:
     __reduce_ex__, instead = Transport.__reduce_ex__, Transport.instead
     rebuild, split = Transport.rebuild, Transport.split
     send, recv, end_channels = Transport.send, Transport.recv, Transport.end_channels
+    n_abandoned, failure = Transport.n_abandoned, Transport.failure
     make_window, refuse_vote = Transport.make_window, Transport.refuse_vote
     refuse_capture = Transport.refuse_capture
 
@@ -66,7 +65,6 @@ cdef class ShmCommunicator:
         self.rank, self.world_size, self.local_rank = rank, world_size, local_rank
         self.device, self.timeout = torch.device("cpu"), timeout
         self.ring = Ring(rank, world_size, bootstrap, timeout)
-        self.ring.communicator = weakref.ref(self)
         self.processes = self.ring.segments.processes
 
     def close(self):
@@ -84,12 +82,8 @@ cdef class ShmCommunicator:
         self.ring.close(SHM_ABORTED, has_aborted(self.rank))
 
     @property
-    def failure(self):
-        return self.ring.life.failure
-
-    @property
-    def n_abandoned(self):
-        return self.ring.n_abandoned
+    def standing(self):
+        return self.ring.life
 
     @property
     def flight(self):
@@ -255,11 +249,11 @@ cdef class ShmCommunicator:
         self.ring.check(tensor, &d)
 
     def begin_round(self, op, part, reducer):
-        self.abandonment = None
+        self.ring.life.settle()
         return part
 
     def end_round(self):
-        self.abandonment = None
+        self.ring.life.settle()
 
     def follow(self):
         return self.ring.shadow()
@@ -276,11 +270,11 @@ cdef class ShmCommunicator:
 
     def abandon(self, *, bint in_any_case=False):
         self.ring.check_usable()
-        if not in_any_case and is_abandoned_already(self):
+        if not in_any_case and self.ring.life.is_told():
             return
         self.ring.abandon()
         if not in_any_case:
-            leave_backward(self)
+            self.ring.life.leave_backward(self.rank)
 
     def bind_bucket(
         self, flat, list views, list offsets, *, wire_dtype, uint32_t label, int lane=0,

@@ -20,7 +20,7 @@ from posix.mman cimport (
 )
 from posix.unistd cimport close as close_fd
 
-from fastcomm.comm.lifetime cimport forks
+from fastcomm.comm.standing cimport forks
 from fastcomm.transports.shm.core cimport SHM_MAX_RANKS
 
 

@@ -1,7 +1,7 @@
 from libc.stdint cimport uint32_t, uint64_t
 
+from fastcomm.comm.standing cimport Standing
 from fastcomm.postmortem.flight_recorder cimport Entry, FlightRecorder
-from fastcomm.comm.lifetime cimport Lifetime
 from fastcomm.transports.shm.core cimport *
 from fastcomm.transports.shm.memory cimport Segment, Segments
 
@@ -39,10 +39,9 @@ cdef struct Patience:  # of one wait
 
 cdef class Ring:
     cdef readonly int rank, world_size
-    cdef readonly Lifetime life
+    cdef readonly Standing life
     cdef FlightRecorder flight
     cdef object __weakref__
-    cdef int n_abandoned
     cdef Segments segments
     cdef Segment arena  # this rank's own
     cdef shm_comm *handle
@@ -56,7 +55,6 @@ cdef class Ring:
     cdef uint32_t last  # number of the newest collective
     cdef bint busy
     cdef bint is_realigning  # the ranks end what was abandoned
-    cdef object communicator  # a weak reference to the ShmCommunicator
 
     cdef close(self, int state, str message)
     cdef char *check(self, tensor, shm_descriptor *d) except NULL

@@ -18,9 +18,8 @@ from fastcomm.errors import (
     PeerLostError, TimeoutError, has_aborted, has_ended,
 )
 from fastcomm.comm.communicator import Work
-from fastcomm.comm.lifetime import again
+from fastcomm.comm.standing import again
 from fastcomm.postmortem.script_end import tell_at_end
-from fastcomm.comm.abandonment import tell_of_abandonment, told
 from fastcomm.postmortem.whereabouts import whereabouts_of
 
 cimport cython
@@ -153,7 +152,7 @@ cdef class Ring:
         cdef Segments segments = Segments(rank, world_size, bootstrap, shm_control_bytes())
         self.segments, self.rank, self.world_size = segments, rank, world_size
         self.timeout_s = timeout.total_seconds()
-        self.life, self.works = Lifetime(), [None] * SHM_RING
+        self.life, self.works = Standing(), [None] * SHM_RING
         self.flight = FlightRecorder("shm", rank, segments.processes)
         self.arena = segments.of(rank)
         self.handle = shm_open_comm(
@@ -305,7 +304,7 @@ cdef class Ring:
         work.ring, work.tensors, work.entry = self, inp, entry
         work.written = written
         if posted == SHM_OK:
-            work.seq, work.n_abandoned = seq, self.n_abandoned
+            work.seq, work.n_abandoned = seq, self.life.n_abandoned
             self.works[seq % SHM_RING] = work
         else:
             self.post(d, input, output, work)
@@ -352,7 +351,7 @@ cdef class Ring:
                 self._give_up(self._lost())
             else:
                 self._between_slices(&patience)
-        self.last, work.n_abandoned = work.seq, self.n_abandoned
+        self.last, work.n_abandoned = work.seq, self.life.n_abandoned
         self.works[work.seq % SHM_RING] = work
         return 0
 
@@ -402,8 +401,7 @@ cdef class Ring:
             return 0
         error, self.interruption = self.interruption, None
         self._realign()
-        # a copy: works hold `error`, and its traceback would hold them
-        copy = self._uncut(told, self.communicator, error)
+        copy = self._uncut(self.life.told, error, -1)
         self._raise_deferred(copy)
         raise copy
 
@@ -414,9 +412,7 @@ cdef class Ring:
         if self.deferred is not None:
             self._raise_deferred(work.error)
         if work.error is not None:
-            if work.n_abandoned != self.n_abandoned:  # of a step that is over
-                raise told(self.communicator, work.error)
-            raise again(work.error)
+            raise self.life.told(work.error, work.n_abandoned)
         return 0
 
     cdef int _raise_deferred(self, cause) except -1:
@@ -436,7 +432,7 @@ cdef class Ring:
         """
         cdef shm_descriptor d = descriptor(SHM_ABANDON, SHM_SUM)
         cdef ShmWork work
-        self.n_abandoned += 1
+        self.life.n_abandoned += 1
         self.is_realigning = True
         try:
             while True:
@@ -453,7 +449,7 @@ cdef class Ring:
         finally:
             self.is_realigning = False
         try:
-            tell_of_abandonment(self.communicator)
+            self.life.tell()
         except BaseException as raised:
             self._defer(raised)
 
