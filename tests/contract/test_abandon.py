@@ -9,7 +9,6 @@ import weakref
 import pytest
 import torch
 
-import fastcomm
 from fastcomm import AbandonedError, FastcommError
 from tests.contract import new_ranks
 from tests.support.bodies import communicator, finish_together, hear_of_it
@@ -110,30 +109,6 @@ def test_an_abandonment_does_not_keep_what_the_frames_held_that_heard_of_it(comm
         gc.collect()
         assert alive() is None
     finish_together(comm)
-
-
-def _one_rank_skips(place):
-    with communicator(place) as comm:
-        model = torch.nn.Linear(4, 1)
-        fastcomm.Reducer(comm).attach(model)
-        skipped = []
-        for step in range(3):
-            model.zero_grad()
-            try:
-                finish_together(comm)
-                if step == 1 and comm.rank == 1:
-                    comm.abandon()
-                    raise FastcommError("bad batch")
-                model(torch.full((1, 4), float(step))).sum().backward()
-            except FastcommError:
-                skipped.append(step)
-        return skipped, model.weight.grad.tolist()
-
-
-@over(2)
-def test_a_rank_that_skips_a_step_says_so_with_abandon(transport, world_size):
-    outcomes = values_of(new_ranks(transport, world_size, _one_rank_skips))
-    assert outcomes == [([1], [[2.0] * 4])] * 2
 
 
 def _outcome_of(comm, work):

@@ -295,17 +295,6 @@ def test_an_exception_that_hides_an_abandonment_is_not_abandoned_again(comm):
     _loop_with_a_bad_step(comm, bad_step)
 
 
-@on_ranks(2)
-def test_an_abandonment_that_is_heard_of_before_the_backward_is_not_abandoned_again(comm):
-    def bad_step(comm, model):
-        if comm.rank == 1:
-            raise ValueError("bad batch")
-        comm.barrier()
-        hear_of_it(comm)
-
-    _loop_with_a_bad_step(comm, bad_step)
-
-
 @pytest.mark.transports("shm", "group", "hierarchical")  # which compare what the ranks call
 @on_ranks(2)
 def test_a_mismatch_that_another_rank_has_abandoned_is_not_abandoned_again(comm):

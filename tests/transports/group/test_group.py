@@ -45,19 +45,6 @@ def test_a_mean_of_integers_is_exact_where_their_sum_overflows(dtype, n):
 
 
 @on_ranks(2)
-def test_what_is_called_before_the_abandonment_is_known_is_not_taken_for_the_next_round(comm):
-    if comm.rank == 0:
-        comm.abandon()
-    else:
-        late = comm.all_reduce(torch.ones(10), async_op=True)
-        while not late.is_completed():
-            time.sleep(0.01)
-        with pytest.raises(FastcommError, match="rank 0 abandoned"):
-            comm.all_reduce(torch.ones(20), async_op=True)
-    check_all_reduce(comm)
-
-
-@on_ranks(2)
 def test_what_was_called_before_abandon_and_has_not_begun_is_not_begun(comm):
     called = meeting_place() / f"called {comm.backend}"
     while comm.rank == 1 and not called.exists():
