@@ -16,6 +16,7 @@ LAYERS = (
     ("errors",),
     ("comm", "transports"),  # the latter's own file, which imports nothing
     ("postmortem",),
+    ("control",),
     ("transports.cuda",),
     ("transports.shm", "transports.nccl", "transports.group"),
     ("launching",),

@@ -46,9 +46,8 @@ Op: TypeAlias = str | ReduceOp.RedOpType  # which canonical_op takes
 # Of buckets alone, where ranks have weights: gradients are of losses that are means over a rank's
 # data, or sums over it. Both divide by the sum of the weights.
 WEIGHTED_OPS = {"mean": "weighted mean", "sum": "weighted sum"}
-# In place of any op of a bucket: this rank votes to drop the round. Nothing moves then.
-SKIP = "skip"
-BUCKET_OPS = (*OPS, *WEIGHTED_OPS.values(), SKIP)
+BUCKET_OPS = (*OPS, *WEIGHTED_OPS.values())
+SKIP = "skip"  # what messages call the op of a rank that votes to drop the round
 _ALIASES = {one.of_torch.lower(): one.name for one in REDUCTIONS}
 
 # ---- dtypes --------------------------------------------------------------------------------------
@@ -143,7 +142,7 @@ def bucket_label(reducer: int, bucket: int) -> int:
 
 def used_values(op: str) -> tuple[float, float]:
     """Returns the values of the used mask for an absent and a present gradient. op: also one of
-    WEIGHTED_OPS, or SKIP.
+    WEIGHTED_OPS.
     """
     return _USED_VALUES.get(op, (0.0, 1.0))
 

@@ -1,18 +1,11 @@
 /* Collectives between the processes of one host over shared memory. Plain C11, no Python.
  *
- * Every rank owns one segment (a mapping all ranks share): a control area (flags, descriptors,
+ * Every rank owns one segment (a mapping all ranks share): a control area (flags, announcements,
  * mailboxes, staging) followed by an arena from which tensors are allocated. `shm_post` posts a
  * collective: what this rank wants, and that its data is ready. `shm_wait` moves collectives
  * forward: there is no thread. All ranks post the same collectives in the same order. The
- * descriptors they post are compared before any data is touched, so if ranks disagree, or one has
+ * announcements they post are compared before any data is touched, so if ranks disagree, or one has
  * posted what is no collective, all of them get SHM_MISMATCH.
- *
- * Three paths, chosen from the descriptors alone, so all ranks choose the same one:
- * - inline: the payload fits a mailbox. One flag round; every rank reduces all mailboxes by itself.
- * - direct: every rank's tensor lies in its arena. Every rank reads its peers' memory in place: two
- *   flag rounds, one pass over the data.
- * - staged: any other tensor. Chunks go through the staging area, pipelined; a small all_reduce in
- *   one flag round.
  *
  * One thread at a time may call into a communicator. */
 #ifndef FASTCOMM_SHM_CORE_H
@@ -21,7 +14,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#include "reduce.h"
+#include "announcement.h"
 #include "statistics.h"
 
 enum {
@@ -40,37 +33,7 @@ enum shm_status {
                       its deadline) */
     SHM_MISMATCH = 2,
     SHM_PEER_LOST = 3, /* a peer died, aborted or closed; see shm_stalled_on */
-    SHM_ABANDONED = 4, /* a rank posted SHM_ABANDON in place of this collective: see there */
-};
-
-enum shm_kind {
-    SHM_BARRIER = 1,
-    SHM_ALL_REDUCE,
-    SHM_BROADCAST,
-    SHM_ALL_GATHER,
-    SHM_REDUCE_SCATTER,
-    /* Each rank's input is cut into a part for every rank, whose output is the parts it gets, by
-     * the rank they come from. In GATHER only `root` has an output, in SCATTER only `root` has an
-     * input, which is SHM_PRIVATE. Parts of ALL_TO_ALL may be of any sizes: see shm_post. */
-    SHM_GATHER,
-    SHM_SCATTER,
-    SHM_ALL_TO_ALL,
-    /* Of a flat tensor that lies in the ranks' segments and is cut into one shard per rank, of any
-     * sizes. REDUCE_SCATTER_V reduces every shard into its owner's tensor, and what lies behind the
-     * last shard into all ranks' tensors. ALL_GATHER_V copies every owner's shard to the others.
-     */
-    SHM_REDUCE_SCATTER_V,
-    SHM_ALL_GATHER_V,
-    /* This rank cannot go on with the collectives under way. Whatever the others have posted under
-     * the same number ends with SHM_ABANDONED on every rank. A rank that learns of it posts
-     * SHM_ABANDON, too, again and again, until all ranks have done so under one number (SHM_OK).
-     * Then all stand at the same number again. */
-    SHM_ABANDON,
-    /* This rank has no data any more. If the others reduce a bucket, it reduces its shard for them
-     * and adds nothing of its own: a mean is over the others, and their weights are summed. Any
-     * other collective of theirs ends with SHM_MISMATCH. If all ranks post it, none has data: see
-     * shm_all_shadow. */
-    SHM_SHADOW,
+    SHM_ABANDONED = 4, /* a rank posted CALL_ABANDON in place of this collective: see there */
 };
 
 enum shm_state {
@@ -81,23 +44,6 @@ enum shm_state {
     SHM_ENDED = 4,  /* its process comes to its end */
     SHM_RAISED = 5, /* the same, by an exception */
 };
-
-/* What one rank asks for in a collective. `where`, `weight` and `scale` may differ between ranks;
- * all else must agree. A weighted op adds scale * tensor over the ranks, and divides by the sum of
- * the ranks' weights; where that is 0, so is the result. SHM_SKIP goes with any op of the others,
- * and then nothing is moved: see shm_is_skipped. With the flag that announces it, a descriptor
- * fills one cache line. */
-struct shm_descriptor {
-    uint32_t kind, op;
-    uint16_t dtype, root;
-    uint32_t label; /* the caller's name for this collective (a bucket's number) */
-    uint64_t numel; /* of the input; of SCATTER, of the output */
-    uint64_t where; /* offset of the input in the rank's segment, or SHM_PRIVATE */
-    uint64_t step;  /* how many steps the caller has made, and which: see collective.steps_made;
-                       without a label, how many tensors are reduced as one, and their sizes */
-    double weight, scale;
-};
-#define SHM_PRIVATE UINT64_MAX
 
 /* A part of an all_reduce's input that lies elsewhere: elements [offset, offset + numel) of the
  * tensor are to be taken from `source`. Pieces are sorted by offset and do not overlap. The sources
@@ -127,18 +73,18 @@ struct shm_comm *shm_open_comm(int rank, int world_size, char *const *segments,
                                const size_t *nbytes, const int *pidfds, int yield_early);
 void shm_free_comm(struct shm_comm *comm);
 
-/* Posts a collective: publishes the descriptor and whatever the peers need to read. `input` and
+/* Posts a collective: publishes the announcement and whatever the peers need to read. `input` and
  * `output` may be the same. Both are NULL in an all_reduce whose tensor is its pieces, one behind
- * the other, and SHM_PRIVATE: the result comes into them, and is not counted. Returns the
+ * the other, in private memory: the result comes into them, and is not counted. Returns the
  * collective's number in `*seq`, or SHM_AGAIN when SHM_RING collectives are already under way: call
  * shm_make_room first.
  *
  * `bounds`: for the kinds with shards. Rank r's shard is [bounds[r], bounds[r + 1]), in elements.
  * Also for ALL_TO_ALL with parts that differ in size: a row for every rank, with where its parts
  * begin, by the rank they are for, and where the last one ends; numel is world_size times the
- * longest part then, and an input after which the segment ends sooner is SHM_PRIVATE. Else NULL.
+ * longest part then, and an input after which the segment ends sooner is private. Else NULL.
  * They are equal on all ranks, and must stay alive until the collective is complete. */
-int shm_post(struct shm_comm *comm, const struct shm_descriptor *descriptor, const void *input,
+int shm_post(struct shm_comm *comm, const struct announcement *announcement, const void *input,
              void *output, const struct shm_piece *pieces, size_t n_pieces, const uint64_t *bounds,
              struct shm_counting counting, uint32_t *seq);
 
@@ -146,9 +92,9 @@ int shm_post(struct shm_comm *comm, const struct shm_descriptor *descriptor, con
  * never wait). */
 int shm_wait(struct shm_comm *comm, uint32_t seq, uint64_t slice_ns);
 
-/* Of SHM_SHADOW as collective `seq`, one of the newest SHM_RING, that has ended with SHM_OK:
- * whether all ranks have posted it. */
-int shm_all_shadow(const struct shm_comm *comm, uint32_t seq);
+/* Of a collective `seq` that this rank has posted without data, one of the newest SHM_RING, that
+ * has ended with SHM_OK: whether no rank has any. */
+int shm_all_lack_data(const struct shm_comm *comm, uint32_t seq);
 
 /* Waits until one more collective can be posted, with the results of shm_wait. */
 int shm_make_room(struct shm_comm *comm, uint64_t slice_ns);
@@ -170,19 +116,18 @@ void shm_times_of(const struct shm_comm *comm, uint32_t seq, uint64_t *began_ns,
 bool shm_statistics_of(const struct shm_comm *comm, uint32_t seq,
                        struct shm_statistics *statistics);
 
-/* Whether a rank has posted collective `seq`, one of the newest SHM_RING that are complete, with
- * SHM_SKIP. */
+/* Whether a rank has voted to skip collective `seq`, one of the newest SHM_RING that are complete.
+ */
 int shm_is_skipped(const struct shm_comm *comm, uint32_t seq);
 
-/* Whether `d` is what rank `rank` can have posted: it can be named in words, and the tensor that it
- * names lies in that rank's segment. */
-bool shm_is_possible(const struct shm_comm *comm, int rank, const struct shm_descriptor *d);
+/* Whether `d` is what rank `rank` can have posted: a collective, and a tensor in its segment. */
+bool shm_is_possible(const struct shm_comm *comm, int rank, const struct announcement *d);
 
 /* For error messages: the rank that is waited for (after SHM_AGAIN or SHM_PEER_LOST), and what rank
  * `rank` last posted. */
 int shm_stalled_on(const struct shm_comm *comm);
 uint32_t shm_posted(const struct shm_comm *comm, int rank);
-struct shm_descriptor shm_descriptor_of(const struct shm_comm *comm, int rank, uint32_t seq);
+struct announcement shm_announcement_of(const struct shm_comm *comm, int rank, uint32_t seq);
 int shm_state_of(const struct shm_comm *comm, int rank);
 
 /* The rank that an aborted rank gave up on, or -1. */

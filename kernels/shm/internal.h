@@ -13,7 +13,7 @@
 
 struct slot {
     _Alignas(CACHE_LINE) struct shm_flag arrived;
-    struct shm_descriptor descriptor;
+    struct announcement announcement;
 };
 _Static_assert(sizeof(struct slot) == CACHE_LINE, "a rank's arrival is one cache line");
 
@@ -38,13 +38,10 @@ struct control {
     _Alignas(4096) char staging[SHM_STAGING_SLOTS][SHM_STAGING_BYTES];
 };
 
-/* `where` of a rank whose tensor is private and whose first chunk was staged before it arrived. */
-#define SHM_STAGED (SHM_PRIVATE - 1)
-
 enum path { UNDECIDED = 0, INLINE, DIRECT, STAGED };
 
 struct collective {
-    struct shm_descriptor descriptor;
+    struct announcement announcement;
     const char *input;
     char *output;
     const struct shm_piece *pieces;
@@ -53,9 +50,9 @@ struct collective {
     struct shm_counting counting;
     struct shm_statistics statistics; /* of this rank's part; on the inline path, of all */
     enum path path;
-    bool is_shadow; /* this rank has posted SHM_SHADOW; `descriptor` is what the others have */
+    bool lacks_data; /* this rank has none; `announcement` is what the others have posted */
     int status;
-    bool is_skipped;                /* some rank has posted it with SHM_SKIP */
+    bool is_skipped;                /* some rank votes so */
     uint64_t n_in, n_worked, n_out; /* staged path: chunks that passed each of the three stages */
     uint64_t began_ns, ended_ns;    /* noted while comm->n_timekeepers > 0 */
 };
@@ -77,9 +74,9 @@ struct shm_comm {
     uint32_t chunk;    /* number of chunks in all finished staged collectives */
     struct stall stall;
     struct collective ring[SHM_RING];
-    /* The ranks' descriptors of a collective that failed, kept for the message: the peers reuse
+    /* The ranks' announcements of a collective that failed, kept for the message: the peers reuse
      * their slots. */
-    struct shm_descriptor disagreed[SHM_RING][SHM_MAX_RANKS];
+    struct announcement disagreed[SHM_RING][SHM_MAX_RANKS];
     bool has_factors; /* the ranks' tensors count differently in the collective at `head` */
     double factors[SHM_MAX_RANKS]; /* then: by what they are multiplied */
     struct pollfd pidfds[SHM_MAX_RANKS];
@@ -118,17 +115,19 @@ static inline struct range own_part(const struct shm_comm *comm, const struct co
     if (c->bounds != NULL) {
         return (struct range){c->bounds[comm->rank], c->bounds[comm->rank + 1]};
     }
-    return shard_of(c->descriptor.numel, shm_dtype_size(c->descriptor.dtype), comm->rank,
+    return shard_of(c->announcement.numel, shm_dtype_size(c->announcement.dtype), comm->rank,
                     comm->world_size);
 }
 
-enum which_flag { REDUCED, STAGED_OUT };
+enum which_flag { ARRIVED, REDUCED, STAGED_OUT };
 
 /* Whether every rank has raised its flag to `target`; if not, remembers whom we wait for. */
 static inline bool shm_all_reached(struct shm_comm *comm, enum which_flag which, uint32_t target) {
     for (int r = 0; r < comm->world_size; r++) {
         struct control *control = control_of(comm, r);
-        struct shm_flag *flag = which == REDUCED ? &control->reduced : &control->staged_out;
+        struct shm_flag *flag = which == ARRIVED   ? &slot_of(comm, r, target)->arrived
+                                : which == REDUCED ? &control->reduced
+                                                   : &control->staged_out;
         if (!shm_reached(flag, target)) {
             comm->stall = (struct stall){flag, target, r};
             return false;
@@ -138,21 +137,13 @@ static inline bool shm_all_reached(struct shm_comm *comm, enum which_flag which,
 }
 
 /* Whether the payload travels in mailboxes. */
-bool shm_fits_mailbox(const struct shm_descriptor *d, int world_size);
+bool shm_fits_mailbox(const struct announcement *d, int world_size);
 
 /* How many elements this rank puts into its mailbox. */
 uint64_t shm_mailbox_numel(const struct shm_comm *comm, const struct collective *c);
 
-static inline bool moves_parts(const struct shm_descriptor *d) {
-    return d->kind == SHM_GATHER || d->kind == SHM_SCATTER || d->kind == SHM_ALL_TO_ALL;
-}
-
-static inline bool is_weighted(const struct shm_descriptor *d) {
-    return d->op == SHM_WEIGHTED_MEAN || d->op == SHM_WEIGHTED_SUM;
-}
-
-static inline bool is_shadow(const struct shm_descriptor *d) {
-    return d->kind == SHM_SHADOW;
+static inline bool moves_parts(const struct announcement *d) {
+    return d->kind == CALL_GATHER || d->kind == CALL_SCATTER || d->kind == CALL_ALL_TO_ALL;
 }
 
 /* Whether the tensor of an all_reduce is its pieces, and lies nowhere else. */

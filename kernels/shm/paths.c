@@ -1,5 +1,5 @@
-/* The three ways a collective goes through shared memory: inline, direct, staged. See core.h for
- * when each is taken. */
+/* The three ways a collective goes through shared memory: inline, direct, staged. docs/design.md
+ * says when each is taken. */
 #include "internal.h"
 
 /* A block of a result that is counted while it is in the cache. */
@@ -16,7 +16,7 @@ struct run {
 /* The elements from `begin` to `end`, as far as they lie together. `i`: 0 for the first run; then
  * as the call for the one before has left it. */
 static struct run run_from(const struct collective *c, uint64_t begin, uint64_t end, size_t *i) {
-    size_t itemsize = shm_dtype_size(c->descriptor.dtype);
+    size_t itemsize = shm_dtype_size(c->announcement.dtype);
     if (!is_scattered(c)) {
         return (struct run){begin, end, c->output + begin * itemsize};
     }
@@ -29,7 +29,7 @@ static struct run run_from(const struct collective *c, uint64_t begin, uint64_t 
 }
 
 void shm_read_elements(const struct collective *c, struct range range, char *to) {
-    size_t itemsize = shm_dtype_size(c->descriptor.dtype), i = 0;
+    size_t itemsize = shm_dtype_size(c->announcement.dtype), i = 0;
     while (range.begin < range.end) {
         struct run run = run_from(c, range.begin, range.end, &i);
         memcpy(to, run.data, (run.end - run.begin) * itemsize);
@@ -39,7 +39,7 @@ void shm_read_elements(const struct collective *c, struct range range, char *to)
 }
 
 static void write_elements(const struct collective *c, struct range range, const char *from) {
-    size_t itemsize = shm_dtype_size(c->descriptor.dtype), i = 0;
+    size_t itemsize = shm_dtype_size(c->announcement.dtype), i = 0;
     while (range.begin < range.end) {
         struct run run = run_from(c, range.begin, range.end, &i);
         memcpy(run.data, from, (run.end - run.begin) * itemsize);
@@ -50,11 +50,11 @@ static void write_elements(const struct collective *c, struct range range, const
 
 /* ---- the inline path ---- */
 
-bool shm_fits_mailbox(const struct shm_descriptor *d, int world_size) {
+bool shm_fits_mailbox(const struct announcement *d, int world_size) {
     /* Every rank reads every mailbox, so with many ranks the direct path wins earlier. */
     size_t nbytes = d->numel * shm_dtype_size(d->dtype);
-    size_t of_one = d->kind == SHM_SCATTER ? nbytes * (size_t)world_size : nbytes;
-    return d->kind == SHM_BARRIER || d->kind == SHM_ABANDON ||
+    size_t of_one = d->kind == CALL_SCATTER ? nbytes * (size_t)world_size : nbytes;
+    return d->kind == CALL_BARRIER || d->kind == CALL_ABANDON ||
            (of_one <= SHM_INLINE_BYTES && nbytes * (size_t)world_size <= 4 * SHM_INLINE_BYTES);
 }
 
@@ -63,19 +63,19 @@ bool shm_fits_mailbox(const struct shm_descriptor *d, int world_size) {
 /* What rank `from` has for rank `to`, in elements of its input. */
 static struct range part_of(const struct shm_comm *comm, const struct collective *c, int from,
                             int to) {
-    const struct shm_descriptor *d = &c->descriptor;
+    const struct announcement *d = &c->announcement;
     uint64_t world_size = (uint64_t)comm->world_size, numel = d->numel;
-    if (d->kind == SHM_GATHER) {
+    if (d->kind == CALL_GATHER) {
         return (struct range){0, to == (int)d->root ? numel : 0};
     }
-    if (d->kind == SHM_SCATTER && from != (int)d->root) {
+    if (d->kind == CALL_SCATTER && from != (int)d->root) {
         return (struct range){0, 0};
     }
     if (c->bounds != NULL) {
         const uint64_t *row = c->bounds + (world_size + 1) * (uint64_t)from;
         return (struct range){row[to], row[to + 1]};
     }
-    numel = d->kind == SHM_SCATTER ? numel : numel / world_size;
+    numel = d->kind == CALL_SCATTER ? numel : numel / world_size;
     return (struct range){numel * (uint64_t)to, numel * ((uint64_t)to + 1)};
 }
 
@@ -89,7 +89,7 @@ static struct range cut(struct range part, struct range chunk) {
  * first of these elements. */
 static void take_parts(const struct shm_comm *comm, const struct collective *c, struct range chunk,
                        const char *const *sources) {
-    size_t itemsize = shm_dtype_size(c->descriptor.dtype);
+    size_t itemsize = shm_dtype_size(c->announcement.dtype);
     uint64_t place = 0;
     for (int r = 0; r < comm->world_size; r++) {
         struct range part = part_of(comm, c, r, comm->rank), piece = cut(part, chunk);
@@ -104,7 +104,7 @@ static void take_parts(const struct shm_comm *comm, const struct collective *c, 
 /* Copies whole parts out of the ranks' inputs. */
 static void take_parts_of(const struct shm_comm *comm, const struct collective *c,
                           const char *const *inputs) {
-    size_t itemsize = shm_dtype_size(c->descriptor.dtype);
+    size_t itemsize = shm_dtype_size(c->announcement.dtype);
     const char *sources[SHM_MAX_RANKS];
     for (int r = 0; r < comm->world_size; r++) {
         sources[r] = inputs[r] + part_of(comm, c, r, comm->rank).begin * itemsize;
@@ -113,16 +113,16 @@ static void take_parts_of(const struct shm_comm *comm, const struct collective *
 }
 
 uint64_t shm_mailbox_numel(const struct shm_comm *comm, const struct collective *c) {
-    const struct shm_descriptor *d = &c->descriptor;
+    const struct announcement *d = &c->announcement;
     bool is_root = (int)d->root == comm->rank;
-    if (d->kind == SHM_SCATTER || d->kind == SHM_ALL_TO_ALL) {
+    if (d->kind == CALL_SCATTER || d->kind == CALL_ALL_TO_ALL) {
         return part_of(comm, c, comm->rank, comm->world_size - 1).end;
     }
-    return d->kind == SHM_BROADCAST && !is_root ? 0 : d->numel;
+    return d->kind == CALL_BROADCAST && !is_root ? 0 : d->numel;
 }
 
 /* Reduces all ranks' inputs by the collective's op. Returns false if the result is finite. */
-static bool reduce_inputs(const struct shm_comm *comm, const struct shm_descriptor *d, size_t numel,
+static bool reduce_inputs(const struct shm_comm *comm, const struct announcement *d, size_t numel,
                           const void *const *inputs, void *const *outputs, int n_outputs) {
     if (comm->has_factors) {
         return shm_reduce_weighted(d->dtype, numel, inputs, comm->factors, comm->world_size,
@@ -135,9 +135,9 @@ static bool reduce_inputs(const struct shm_comm *comm, const struct shm_descript
  * result. `inputs` and `outputs` are the addresses of element `begin`; they are changed. */
 static void reduce_elements(const struct shm_comm *comm, struct collective *c, uint64_t begin,
                             uint64_t numel, const void **inputs, void **outputs, int n_outputs) {
-    const struct shm_descriptor *d = &c->descriptor;
+    const struct announcement *d = &c->announcement;
     size_t itemsize = shm_dtype_size(d->dtype);
-    uint64_t end = shm_is_counted(d->dtype) ? c->counting.numel : 0;
+    uint64_t end = is_float(d->dtype) ? c->counting.numel : 0;
     while (begin < end && numel > 0) {
         uint64_t length = min64(min64(numel, end - begin), COUNTED_BYTES / itemsize);
         if (reduce_inputs(comm, d, length, inputs, outputs, n_outputs)) {
@@ -160,19 +160,23 @@ static void reduce_elements(const struct shm_comm *comm, struct collective *c, u
     }
 }
 
+static char *mailbox_of(const struct shm_comm *comm, int rank, uint32_t seq) {
+    return control_of(comm, rank)->mailbox[seq % SHM_RING];
+}
+
 static void reduce_mailboxes(const struct shm_comm *comm, uint32_t seq, struct collective *c,
                              size_t offset, size_t numel, void *output) {
     const void *inputs[SHM_MAX_RANKS];
     for (int r = 0; r < comm->world_size; r++) {
-        inputs[r] = control_of(comm, r)->mailbox[seq % SHM_RING] + offset;
+        inputs[r] = mailbox_of(comm, r, seq) + offset;
     }
     reduce_elements(comm, c, 0, numel, inputs, &output, 1);
 }
 
 static void reduce_whole_mailboxes(const struct shm_comm *comm, uint32_t seq,
                                    struct collective *c) {
-    size_t itemsize = shm_dtype_size(c->descriptor.dtype), i = 0;
-    uint64_t at = 0, end = c->descriptor.numel;
+    size_t itemsize = shm_dtype_size(c->announcement.dtype), i = 0;
+    uint64_t at = 0, end = c->announcement.numel;
     while (at < end) {
         struct run run = run_from(c, at, end, &i);
         reduce_mailboxes(comm, seq, c, at * itemsize, run.end - at, run.data);
@@ -182,53 +186,52 @@ static void reduce_whole_mailboxes(const struct shm_comm *comm, uint32_t seq,
 
 /* Copies rank r's shard from a copy of the whole tensor. */
 static void copy_shard(const struct collective *c, int r, const char *tensor) {
-    size_t itemsize = shm_dtype_size(c->descriptor.dtype), begin = c->bounds[r] * itemsize;
+    size_t itemsize = shm_dtype_size(c->announcement.dtype), begin = c->bounds[r] * itemsize;
     memcpy(c->output + begin, tensor + begin, c->bounds[r + 1] * itemsize - begin);
 }
 
 void shm_run_inline(const struct shm_comm *comm, uint32_t seq, struct collective *c) {
-    const struct shm_descriptor *d = &c->descriptor;
+    const struct announcement *d = &c->announcement;
     size_t nbytes = d->numel * shm_dtype_size(d->dtype);
     size_t part = nbytes / (size_t)comm->world_size;
-    if (c->is_shadow) {
+    if (c->lacks_data) {
         return; /* the others have all they need */
     }
     switch (d->kind) {
-    case SHM_ALL_REDUCE:
-    case SHM_REDUCE_SCATTER_V: /* of all shards: there is little */
+    case CALL_ALL_REDUCE:
+    case CALL_REDUCE_SCATTER_V: /* of all shards: there is little */
         reduce_whole_mailboxes(comm, seq, c);
         break;
-    case SHM_REDUCE_SCATTER:
+    case CALL_REDUCE_SCATTER:
         reduce_mailboxes(comm, seq, c, part * (size_t)comm->rank,
                          d->numel / (uint64_t)comm->world_size, c->output);
         break;
-    case SHM_BROADCAST:
+    case CALL_BROADCAST:
         if ((int)d->root != comm->rank) {
-            memcpy(c->output, control_of(comm, (int)d->root)->mailbox[seq % SHM_RING], nbytes);
+            memcpy(c->output, mailbox_of(comm, (int)d->root, seq), nbytes);
         }
         break;
-    case SHM_ALL_GATHER:
+    case CALL_ALL_GATHER:
         for (int r = 0; r < comm->world_size; r++) {
-            memcpy(c->output + nbytes * (size_t)r, control_of(comm, r)->mailbox[seq % SHM_RING],
-                   nbytes);
+            memcpy(c->output + nbytes * (size_t)r, mailbox_of(comm, r, seq), nbytes);
         }
         break;
-    case SHM_ALL_GATHER_V:
+    case CALL_ALL_GATHER_V:
         for (int r = 0; r < comm->world_size; r++) {
-            copy_shard(c, r, control_of(comm, r)->mailbox[seq % SHM_RING]);
+            copy_shard(c, r, mailbox_of(comm, r, seq));
         }
         break;
-    case SHM_GATHER:
-    case SHM_SCATTER:
-    case SHM_ALL_TO_ALL: {
+    case CALL_GATHER:
+    case CALL_SCATTER:
+    case CALL_ALL_TO_ALL: {
         const char *inputs[SHM_MAX_RANKS];
         for (int r = 0; r < comm->world_size; r++) {
-            inputs[r] = control_of(comm, r)->mailbox[seq % SHM_RING];
+            inputs[r] = mailbox_of(comm, r, seq);
         }
         take_parts_of(comm, c, inputs);
         break;
     }
-    default: /* a barrier moves nothing, nor does SHM_ABANDON */
+    default: /* a barrier moves nothing, nor does CALL_ABANDON */
         break;
     }
 }
@@ -236,11 +239,11 @@ void shm_run_inline(const struct shm_comm *comm, uint32_t seq, struct collective
 /* ---- the direct path ---- */
 
 static inline char *tensor_of(const struct shm_comm *comm, int rank, uint32_t seq) {
-    return comm->segments[rank] + slot_of(comm, rank, seq)->descriptor.where;
+    return comm->segments[rank] + slot_of(comm, rank, seq)->announcement.offset;
 }
 
 void shm_gather_pieces(const struct collective *c, struct range range) {
-    size_t itemsize = shm_dtype_size(c->descriptor.dtype);
+    size_t itemsize = shm_dtype_size(c->announcement.dtype);
     for (size_t i = 0; i < c->n_pieces && !is_scattered(c); i++) {
         const struct shm_piece *piece = &c->pieces[i];
         uint64_t begin = piece->offset > range.begin ? piece->offset : range.begin;
@@ -256,13 +259,13 @@ void shm_gather_pieces(const struct collective *c, struct range range) {
  * rank's alone. Reads this rank's own input at `own`. */
 static void reduce_range(const struct shm_comm *comm, uint32_t seq, struct collective *c,
                          struct range range, const char *own) {
-    size_t itemsize = shm_dtype_size(c->descriptor.dtype);
+    size_t itemsize = shm_dtype_size(c->announcement.dtype);
     bool is_shard = c->bounds != NULL && range.begin < c->bounds[comm->world_size];
     const void *inputs[SHM_MAX_RANKS];
     void *outputs[SHM_MAX_RANKS];
     int n_outputs = 0;
     for (int r = 0; r < comm->world_size; r++) {
-        if (is_shadow(&slot_of(comm, r, seq)->descriptor)) {
+        if (slot_of(comm, r, seq)->announcement.presence == HAS_NO_DATA) {
             inputs[r] = NULL; /* whose factor is 0 */
             continue;
         }
@@ -284,7 +287,7 @@ static void reduce_range(const struct shm_comm *comm, uint32_t seq, struct colle
  * before the reduction. */
 static void reduce_part(const struct shm_comm *comm, uint32_t seq, struct collective *c,
                         struct range part) {
-    size_t itemsize = shm_dtype_size(c->descriptor.dtype);
+    size_t itemsize = shm_dtype_size(c->announcement.dtype);
     uint64_t at = part.begin;
     for (size_t i = 0; i < c->n_pieces && at < part.end; i++) {
         const struct shm_piece *piece = &c->pieces[i];
@@ -316,14 +319,14 @@ static void all_gather_v(const struct shm_comm *comm, uint32_t seq, const struct
 }
 
 void shm_run_direct(const struct shm_comm *comm, uint32_t seq, struct collective *c) {
-    const struct shm_descriptor *d = &c->descriptor;
+    const struct announcement *d = &c->announcement;
     size_t itemsize = shm_dtype_size(d->dtype);
-    if (d->kind == SHM_ALL_REDUCE || d->kind == SHM_REDUCE_SCATTER_V) {
+    if (d->kind == CALL_ALL_REDUCE || d->kind == CALL_REDUCE_SCATTER_V) {
         reduce_part(comm, seq, c, own_part(comm, c));
-        if (d->kind == SHM_REDUCE_SCATTER_V && comm->rank == comm->world_size - 1) {
+        if (d->kind == CALL_REDUCE_SCATTER_V && comm->rank == comm->world_size - 1) {
             reduce_part(comm, seq, c, (struct range){c->bounds[comm->world_size], d->numel});
         }
-    } else if (d->kind == SHM_ALL_GATHER_V) {
+    } else if (d->kind == CALL_ALL_GATHER_V) {
         all_gather_v(comm, seq, c);
     } else if (moves_parts(d)) {
         const char *inputs[SHM_MAX_RANKS];
@@ -331,14 +334,14 @@ void shm_run_direct(const struct shm_comm *comm, uint32_t seq, struct collective
             inputs[r] = tensor_of(comm, r, seq);
         }
         take_parts_of(comm, c, inputs);
-    } else if (d->kind == SHM_BROADCAST && (int)d->root != comm->rank) {
+    } else if (d->kind == CALL_BROADCAST && (int)d->root != comm->rank) {
         memcpy(c->output, tensor_of(comm, (int)d->root, seq), d->numel * itemsize);
-    } else if (d->kind == SHM_ALL_GATHER) {
+    } else if (d->kind == CALL_ALL_GATHER) {
         for (int r = 0; r < comm->world_size; r++) {
             memmove(c->output + d->numel * itemsize * (size_t)r, tensor_of(comm, r, seq),
                     d->numel * itemsize);
         }
-    } else if (d->kind == SHM_REDUCE_SCATTER) {
+    } else if (d->kind == CALL_REDUCE_SCATTER) {
         uint64_t numel = d->numel / (uint64_t)comm->world_size;
         const void *inputs[SHM_MAX_RANKS];
         void *output = c->output;
@@ -370,41 +373,41 @@ void shm_run_direct(const struct shm_comm *comm, uint32_t seq, struct collective
  * Where ranks share cores (yield_early), a flag round takes a turn of the scheduler: there an
  * all_reduce of up to twice the size goes in one round, and a chunk fills its slot. */
 
-static bool is_one_hop(const struct shm_comm *comm, const struct shm_descriptor *d) {
+static bool is_one_hop(const struct shm_comm *comm, const struct announcement *d) {
     size_t nbytes = d->numel * shm_dtype_size(d->dtype);
     size_t limit = comm->yield_early ? 2 * SHM_ONE_HOP_BYTES : SHM_ONE_HOP_BYTES;
-    return d->kind == SHM_ALL_REDUCE && nbytes * (size_t)comm->world_size <= 2 * limit;
+    return d->kind == CALL_ALL_REDUCE && nbytes * (size_t)comm->world_size <= 2 * limit;
 }
 
 /* The part of a chunk of an all_reduce that this rank reduces. */
-static struct range own_shard(const struct shm_comm *comm, const struct shm_descriptor *d,
+static struct range own_shard(const struct shm_comm *comm, const struct announcement *d,
                               uint64_t numel) {
     return is_one_hop(comm, d)
                ? (struct range){0, numel}
                : shard_of(numel, shm_dtype_size(d->dtype), comm->rank, comm->world_size);
 }
 
-static uint64_t chunk_numel(const struct shm_comm *comm, const struct shm_descriptor *d) {
-    bool is_short = d->kind == SHM_ALL_REDUCE && !comm->yield_early;
+static uint64_t chunk_numel(const struct shm_comm *comm, const struct announcement *d) {
+    bool is_short = d->kind == CALL_ALL_REDUCE && !comm->yield_early;
     size_t nbytes = is_short ? SHM_CHUNK_BYTES : SHM_STAGING_BYTES;
     /* something for every rank in a slot; what is gathered goes to one */
-    if (d->kind == SHM_REDUCE_SCATTER || (moves_parts(d) && d->kind != SHM_GATHER)) {
+    if (d->kind == CALL_REDUCE_SCATTER || (moves_parts(d) && d->kind != CALL_GATHER)) {
         nbytes = nbytes / (size_t)comm->world_size / CACHE_LINE * CACHE_LINE;
     }
     return nbytes / shm_dtype_size(d->dtype);
 }
 
-static uint64_t staged_numel(const struct shm_comm *comm, const struct shm_descriptor *d) {
-    bool is_cut = d->kind == SHM_REDUCE_SCATTER || d->kind == SHM_ALL_TO_ALL;
+static uint64_t staged_numel(const struct shm_comm *comm, const struct announcement *d) {
+    bool is_cut = d->kind == CALL_REDUCE_SCATTER || d->kind == CALL_ALL_TO_ALL;
     return is_cut ? d->numel / (uint64_t)comm->world_size : d->numel;
 }
 
-static uint64_t n_chunks(const struct shm_comm *comm, const struct shm_descriptor *d) {
+static uint64_t n_chunks(const struct shm_comm *comm, const struct announcement *d) {
     uint64_t per_chunk = chunk_numel(comm, d);
     return (staged_numel(comm, d) + per_chunk - 1) / per_chunk;
 }
 
-static struct range chunk_range(const struct shm_comm *comm, const struct shm_descriptor *d,
+static struct range chunk_range(const struct shm_comm *comm, const struct announcement *d,
                                 uint64_t index) {
     uint64_t begin = index * chunk_numel(comm, d);
     return (struct range){begin, min64(begin + chunk_numel(comm, d), staged_numel(comm, d))};
@@ -422,7 +425,7 @@ struct peers_shards {
 };
 
 static struct peers_shards peers_shards_of(const struct shm_comm *comm,
-                                           const struct shm_descriptor *d, struct range chunk) {
+                                           const struct announcement *d, struct range chunk) {
     size_t itemsize = shm_dtype_size(d->dtype);
     struct range own = shard_of(chunk.end - chunk.begin, itemsize, comm->rank, comm->world_size);
     return (struct peers_shards){{chunk.begin, chunk.begin + own.begin},
@@ -431,14 +434,14 @@ static struct peers_shards peers_shards_of(const struct shm_comm *comm,
 }
 
 /* The room in a slot for the piece that is meant for rank `to`. */
-static char *room_for(const struct shm_comm *comm, const struct shm_descriptor *d, char *slot,
+static char *room_for(const struct shm_comm *comm, const struct announcement *d, char *slot,
                       int to) {
-    size_t room = d->kind == SHM_GATHER ? 0 : (size_t)to;
+    size_t room = d->kind == CALL_GATHER ? 0 : (size_t)to;
     return slot + chunk_numel(comm, d) * shm_dtype_size(d->dtype) * room;
 }
 
 static void copy_parts_in(struct shm_comm *comm, const struct collective *c, uint64_t index) {
-    const struct shm_descriptor *d = &c->descriptor;
+    const struct announcement *d = &c->announcement;
     size_t itemsize = shm_dtype_size(d->dtype);
     char *slot = staging_slot(comm, comm->rank, index);
     for (int r = 0; r < comm->world_size; r++) {
@@ -451,7 +454,7 @@ static void copy_parts_in(struct shm_comm *comm, const struct collective *c, uin
 }
 
 static void copy_parts_out(struct shm_comm *comm, const struct collective *c, uint64_t index) {
-    const struct shm_descriptor *d = &c->descriptor;
+    const struct announcement *d = &c->announcement;
     struct range chunk = chunk_range(comm, d, index),
                  own = cut(part_of(comm, c, comm->rank, comm->rank), chunk);
     const char *sources[SHM_MAX_RANKS];
@@ -465,7 +468,7 @@ static void copy_parts_out(struct shm_comm *comm, const struct collective *c, ui
 }
 
 static void copy_in(struct shm_comm *comm, const struct collective *c, uint64_t index) {
-    const struct shm_descriptor *d = &c->descriptor;
+    const struct announcement *d = &c->announcement;
     if (moves_parts(d)) {
         copy_parts_in(comm, c, index);
         return;
@@ -477,7 +480,7 @@ static void copy_in(struct shm_comm *comm, const struct collective *c, uint64_t 
         shm_read_elements(c, chunk, area);
         return;
     }
-    if (d->kind == SHM_ALL_REDUCE) {
+    if (d->kind == CALL_ALL_REDUCE) {
         const struct peers_shards theirs = peers_shards_of(comm, d, chunk);
         shm_read_elements(c, theirs.before, area);
         shm_read_elements(c, theirs.behind, area + theirs.offset);
@@ -485,13 +488,13 @@ static void copy_in(struct shm_comm *comm, const struct collective *c, uint64_t 
     }
     uint64_t numel = chunk.end - chunk.begin;
     const char *input = c->input + chunk.begin * itemsize;
-    if (d->kind == SHM_REDUCE_SCATTER) {
+    if (d->kind == CALL_REDUCE_SCATTER) {
         size_t stride = staged_numel(comm, d) * itemsize;
         for (int r = 0; r < comm->world_size; r++) {
             memcpy(area + chunk_numel(comm, d) * itemsize * (size_t)r, input + stride * (size_t)r,
                    numel * itemsize);
         }
-    } else if (d->kind == SHM_ALL_GATHER || (int)d->root == comm->rank) {
+    } else if (d->kind == CALL_ALL_GATHER || (int)d->root == comm->rank) {
         memcpy(area, input, numel * itemsize);
     }
 }
@@ -515,7 +518,7 @@ static bool all_staged(struct shm_comm *comm, uint64_t index) {
     for (int r = 0; r < comm->world_size; r++) {
         struct shm_flag *flag = &control_of(comm, r)->staged_in;
         bool on_arrival =
-            index == 0 && slot_of(comm, r, comm->head)->descriptor.where == SHM_STAGED;
+            index == 0 && slot_of(comm, r, comm->head)->announcement.place == STAGED_IN_PART;
         if (!on_arrival && !shm_reached(flag, target)) {
             comm->stall = (struct stall){flag, target, r};
             return false;
@@ -528,7 +531,7 @@ static bool all_staged(struct shm_comm *comm, uint64_t index) {
  * tensor, and into the peers' slots, unless each rank reduces all. */
 static void reduce_run(const struct shm_comm *comm, const struct collective *c, uint64_t index,
                        uint64_t begin, struct run run) {
-    const struct shm_descriptor *d = &c->descriptor;
+    const struct announcement *d = &c->announcement;
     size_t offset = (run.begin - begin) * shm_dtype_size(d->dtype);
     const void *inputs[SHM_MAX_RANKS];
     void *outputs[SHM_MAX_RANKS] = {run.data};
@@ -545,8 +548,8 @@ static void reduce_run(const struct shm_comm *comm, const struct collective *c, 
 
 /* Reduces this rank's shard of a chunk of an all_reduce. */
 static void reduce_chunk(const struct shm_comm *comm, const struct collective *c, uint64_t index) {
-    struct range chunk = chunk_range(comm, &c->descriptor, index),
-                 own = own_shard(comm, &c->descriptor, chunk.end - chunk.begin);
+    struct range chunk = chunk_range(comm, &c->announcement, index),
+                 own = own_shard(comm, &c->announcement, chunk.end - chunk.begin);
     uint64_t at = chunk.begin + own.begin, end = chunk.begin + own.end;
     size_t i = 0;
     while (at < end) {
@@ -557,12 +560,12 @@ static void reduce_chunk(const struct shm_comm *comm, const struct collective *c
 }
 
 static void work_on(struct shm_comm *comm, const struct collective *c, uint64_t index) {
-    const struct shm_descriptor *d = &c->descriptor;
+    const struct announcement *d = &c->announcement;
     if (moves_parts(d)) {
         copy_parts_out(comm, c, index);
         return;
     }
-    if (d->kind == SHM_ALL_REDUCE) {
+    if (d->kind == CALL_ALL_REDUCE) {
         reduce_chunk(comm, c, index);
         return;
     }
@@ -574,14 +577,14 @@ static void work_on(struct shm_comm *comm, const struct collective *c, uint64_t 
     for (int r = 0; r < comm->world_size; r++) {
         inputs[r] = staging_slot(comm, r, index);
     }
-    if (d->kind == SHM_REDUCE_SCATTER) {
+    if (d->kind == CALL_REDUCE_SCATTER) {
         for (int r = 0; r < comm->world_size; r++) {
             inputs[r] =
                 (const char *)inputs[r] + chunk_numel(comm, d) * itemsize * (size_t)comm->rank;
         }
         void *outputs[1] = {output};
         shm_reduce(d->dtype, d->op, numel, inputs, comm->world_size, outputs, 1);
-    } else if (d->kind == SHM_ALL_GATHER) {
+    } else if (d->kind == CALL_ALL_GATHER) {
         for (int r = 0; r < comm->world_size; r++) {
             memcpy(output + d->numel * itemsize * (size_t)r, inputs[r], numel * itemsize);
         }
@@ -596,8 +599,8 @@ static void stage_work(struct shm_comm *comm, const struct collective *c, uint64
 }
 
 static void stage_out(struct shm_comm *comm, const struct collective *c, uint64_t index) {
-    const struct shm_descriptor *d = &c->descriptor;
-    if (d->kind != SHM_ALL_REDUCE || is_one_hop(comm, d)) {
+    const struct announcement *d = &c->announcement;
+    if (d->kind != CALL_ALL_REDUCE || is_one_hop(comm, d)) {
         return;
     }
     const struct peers_shards theirs = peers_shards_of(comm, d, chunk_range(comm, d, index));
@@ -607,8 +610,8 @@ static void stage_out(struct shm_comm *comm, const struct collective *c, uint64_
 }
 
 bool shm_run_staged(struct shm_comm *comm, struct collective *c) {
-    uint64_t total = n_chunks(comm, &c->descriptor);
-    bool one_hop = is_one_hop(comm, &c->descriptor);
+    uint64_t total = n_chunks(comm, &c->announcement);
+    bool one_hop = is_one_hop(comm, &c->announcement);
     for (;;) {
         if (c->n_out < c->n_worked &&
             (one_hop || shm_all_reached(comm, STAGED_OUT, comm->chunk + (uint32_t)c->n_out + 1))) {

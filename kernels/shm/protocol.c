@@ -1,8 +1,8 @@
 /* Collectives over shared memory, the protocol: see core.h for the contract.
  *
- * Every rank keeps a ring of SHM_RING descriptor slots. Posting collective number `seq` fills slot
- * seq % SHM_RING and raises the slot's own flag, so one cache line tells the peers both that we
- * arrived and what we want. `reduced` says up to which number this rank has finished reading its
+ * Every rank keeps a ring of SHM_RING announcement slots. Posting collective number `seq` fills
+ * slot seq % SHM_RING and raises the slot's own flag, so one cache line tells the peers both that
+ * we arrived and what we want. `reduced` says up to which number this rank has finished reading its
  * peers' memory; a slot, a mailbox or a tensor is reused only when all ranks have got that far.
  *
  * Reduction order is rank 0, 1, 2, ... for every element, so the result is bitwise the same on
@@ -14,133 +14,55 @@
 
 /* ---- moving collectives forward ---- */
 
-static bool all_arrived(struct shm_comm *comm, uint32_t seq) {
-    for (int r = 0; r < comm->world_size; r++) {
-        struct shm_flag *flag = &slot_of(comm, r, seq)->arrived;
-        if (!shm_reached(flag, seq)) {
-            comm->stall = (struct stall){flag, seq, r};
-            return false;
-        }
-    }
-    return true;
-}
-
-static bool same_collective(const struct shm_descriptor *a, const struct shm_descriptor *b) {
-    bool same_op = a->op == b->op || a->op == SHM_SKIP || b->op == SHM_SKIP;
-    return a->kind == b->kind && same_op && a->dtype == b->dtype && a->root == b->root &&
-           a->numel == b->numel && a->label == b->label && a->step == b->step;
-}
-
-/* Only these are multiplied by factors. */
-static bool is_float(uint16_t dtype) {
-    return dtype == SHM_FLOAT32 || dtype == SHM_FLOAT64 || dtype == SHM_FLOAT16 ||
-           dtype == SHM_BFLOAT16;
-}
-
-bool shm_is_possible(const struct shm_comm *comm, int rank, const struct shm_descriptor *d) {
-    if (d->kind < SHM_BARRIER || d->kind > SHM_SHADOW || d->op > SHM_SKIP ||
-        d->dtype >= SHM_DTYPES || d->root >= comm->world_size ||
-        (is_weighted(d) && !is_float(d->dtype))) {
+bool shm_is_possible(const struct shm_comm *comm, int rank, const struct announcement *d) {
+    if (!is_collective(d, comm->world_size)) {
         return false;
     }
-    if (d->kind == SHM_SCATTER && d->where < SHM_STAGED) {
-        return false; /* numel is of the output */
+    if (d->place != IN_ARENA) {
+        return true;
     }
-    enum { WIDEST = 8 }; /* bytes of an element */
     uint64_t end = comm->nbytes[rank], itemsize = shm_dtype_size(d->dtype);
-    uint64_t nbytes = d->numel * itemsize;
-    bool is_there =
-        d->where >= sizeof(struct control) && d->where <= end && d->where % itemsize == 0;
-    return d->numel <= UINT64_MAX / WIDEST &&
-           (d->where >= SHM_STAGED || (is_there && nbytes <= end - d->where));
-}
-
-/* Computes what the ranks' tensors are multiplied by: on every rank the same from the same numbers.
- * Shadows count nothing. In a mean without weights the other ranks count alike. factors_of() in
- * fastcomm/transports/group/call.py is the same rule for the other transports: change both. */
-static void weigh(struct shm_comm *comm, uint32_t seq) {
-    double total = 0;
-    for (int r = 0; r < comm->world_size; r++) {
-        const struct shm_descriptor *d = &slot_of(comm, r, seq)->descriptor;
-        const double weight = is_weighted(d) ? d->weight : 1;
-        comm->factors[r] = is_shadow(d) ? 0 : is_weighted(d) ? d->scale : 1;
-        total += is_shadow(d) ? 0 : weight;
-    }
-    for (int r = 0; r < comm->world_size; r++) {
-        comm->factors[r] = total > 0 ? comm->factors[r] / total : 0;
-    }
-}
-
-/* Whether ranks without data can take part. direct: the others' tensors lie in their segments. */
-static bool admits_shadows(const struct shm_comm *comm, const struct shm_descriptor *d,
-                           bool direct) {
-    return d->kind == SHM_ALL_REDUCE && d->label != 0 && is_float(d->dtype) &&
-           (is_weighted(d) || d->op == SHM_MEAN || d->op == SHM_SKIP) &&
-           (direct || shm_fits_mailbox(d, comm->world_size));
-}
-
-/* What all ranks have posted under one number. */
-struct request {
-    const struct shm_descriptor *wanted; /* by the first rank that is no shadow, or NULL */
-    bool has_shadows;
-    bool is_direct; /* the tensors of the others lie in their segments */
-};
-
-/* Compares what the ranks want. Notes in `c` if they disagree, or if one of them skips it. */
-static struct request compare(struct shm_comm *comm, uint32_t seq, struct collective *c) {
-    struct request all = {.is_direct = true};
-    bool abandoned = false;
-    for (int r = 0; r < comm->world_size; r++) {
-        const struct shm_descriptor *theirs = &slot_of(comm, r, seq)->descriptor;
-        if (!shm_is_possible(comm, r, theirs)) {
-            c->status = SHM_MISMATCH;
-        }
-        if (is_shadow(theirs)) {
-            all.has_shadows = true;
-            continue;
-        }
-        all.wanted = all.wanted != NULL ? all.wanted : theirs;
-        if (!same_collective(theirs, all.wanted)) {
-            c->status = SHM_MISMATCH;
-        }
-        abandoned = abandoned || theirs->kind == SHM_ABANDON;
-        c->is_skipped = c->is_skipped || theirs->op == SHM_SKIP;
-        all.is_direct = all.is_direct && theirs->where < SHM_STAGED;
-    }
-    if (c->status == SHM_OK && all.has_shadows && all.wanted != NULL &&
-        !admits_shadows(comm, all.wanted, all.is_direct)) {
-        c->status = SHM_MISMATCH;
-    }
-    if (c->status == SHM_MISMATCH) {
-        c->status = abandoned ? SHM_ABANDONED : SHM_MISMATCH;
-        for (int r = 0; r < comm->world_size; r++) {
-            comm->disagreed[seq % SHM_RING][r] = slot_of(comm, r, seq)->descriptor;
-        }
-    }
-    return all;
+    return d->kind != CALL_SCATTER && /* numel is of the output */
+           d->offset >= sizeof(struct control) && d->offset <= end && d->offset % itemsize == 0 &&
+           d->numel * itemsize <= end - d->offset;
 }
 
 /* Called when all ranks have arrived: compares what they want, and chooses the path. */
-static void decide(struct shm_comm *comm, uint32_t seq, struct collective *c) {
-    const struct request all = compare(comm, seq, c);
-    if (all.has_shadows) { /* which have not been asked to count */
+static void conclude(struct shm_comm *comm, uint32_t seq, struct collective *c) {
+    const struct announcement *all[SHM_MAX_RANKS];
+    bool are_possible = true, is_direct = true;
+    for (int r = 0; r < comm->world_size; r++) {
+        all[r] = &slot_of(comm, r, seq)->announcement;
+        are_possible = are_possible && shm_is_possible(comm, r, all[r]);
+        is_direct = is_direct && (all[r]->place == IN_ARENA || all[r]->presence == HAS_NO_DATA);
+    }
+    struct verdict v = decide(all, comm->world_size, are_possible, comm->factors);
+    bool has_path = v.wanted == NULL || is_direct || shm_fits_mailbox(v.wanted, comm->world_size);
+    if (v.outcome == ALL_AGREE && v.lacks_data && !has_path) {
+        v.outcome = THEY_DIFFER;
+    }
+    c->is_skipped = v.is_skipped;
+    comm->has_factors = v.has_factors;
+    if (v.outcome != ALL_AGREE) {
+        c->status = v.outcome == ONE_ABANDONS ? SHM_ABANDONED : SHM_MISMATCH;
+        for (int r = 0; r < comm->world_size; r++) {
+            comm->disagreed[seq % SHM_RING][r] = *all[r];
+        }
+    }
+    if (v.lacks_data) { /* a rank that has not been asked to count */
         c->counting.numel = 0;
     }
-    c->is_shadow = is_shadow(&c->descriptor);
-    if (c->is_shadow && all.wanted != NULL && c->status == SHM_OK) {
-        c->descriptor = *all.wanted;
+    c->lacks_data = c->announcement.presence == HAS_NO_DATA;
+    if (c->lacks_data && v.wanted != NULL && c->status == SHM_OK) {
+        c->announcement = *v.wanted;
         c->output = comm->segments[comm->rank]; /* not NULL; nobody reads or writes there */
     }
-    c->path = shm_fits_mailbox(&c->descriptor, comm->world_size) ? INLINE
-              : all.is_direct                                    ? DIRECT
-                                                                 : STAGED;
-    comm->has_factors = all.wanted != NULL && (all.has_shadows || is_weighted(all.wanted));
-    if (comm->has_factors) {
-        weigh(comm, seq);
-    }
+    c->path = shm_fits_mailbox(&c->announcement, comm->world_size) ? INLINE
+              : is_direct                                          ? DIRECT
+                                                                   : STAGED;
     /* See shm_post. Behind an abandoned one, what it would read may be gone. */
-    if (c->path == STAGED && c->descriptor.where != SHM_PRIVATE && c->status == SHM_OK) {
-        shm_gather_pieces(c, shard_of(c->descriptor.numel, shm_dtype_size(c->descriptor.dtype),
+    if (c->path == STAGED && c->announcement.place == IN_ARENA && c->status == SHM_OK) {
+        shm_gather_pieces(c, shard_of(c->announcement.numel, shm_dtype_size(c->announcement.dtype),
                                       comm->rank, comm->world_size));
     }
 }
@@ -168,10 +90,10 @@ static bool run_head(struct shm_comm *comm) {
     uint32_t seq = comm->head;
     struct collective *c = &comm->ring[seq % SHM_RING];
     if (c->path == UNDECIDED) {
-        if (!all_arrived(comm, seq)) {
+        if (!shm_all_reached(comm, ARRIVED, seq)) {
             return false;
         }
-        decide(comm, seq, c);
+        conclude(comm, seq, c);
         note_time(comm, &c->began_ns);
     }
     if (c->status == SHM_OK && !c->is_skipped) {
@@ -205,10 +127,10 @@ static bool is_settled(struct shm_comm *comm, uint32_t seq) {
 }
 
 /* Whether the collective is complete only when all ranks are done. On the direct path the peers
- * read and write our tensor until then. After SHM_ABANDON no peer may still be busy with an earlier
- * collective. */
+ * read and write our tensor until then. After CALL_ABANDON no peer may still be busy with an
+ * earlier collective. */
 static bool is_awaited_by_all(const struct collective *c) {
-    return c->path == DIRECT || c->descriptor.kind == SHM_ABANDON;
+    return c->path == DIRECT || c->announcement.kind == CALL_ABANDON;
 }
 
 /* Whether the result is in place on this rank, and nobody reads or writes its tensors any more. */
@@ -226,12 +148,12 @@ static bool is_complete(struct shm_comm *comm, uint32_t seq) {
  * enough, for its flag `reduced`. */
 static bool owes(struct shm_comm *comm, int rank, uint32_t seq,
                  bool (*is_done)(struct shm_comm *, uint32_t)) {
-    const struct shm_descriptor *d = &comm->ring[seq % SHM_RING].descriptor;
+    const struct announcement *d = &comm->ring[seq % SHM_RING].announcement;
     if (!shm_reached(&slot_of(comm, rank, seq)->arrived, seq)) {
         return true;
     }
     bool mailbox_is_enough =
-        shm_fits_mailbox(d, comm->world_size) && d->kind != SHM_ABANDON && is_done == is_complete;
+        shm_fits_mailbox(d, comm->world_size) && d->kind != CALL_ABANDON && is_done == is_complete;
     return !mailbox_is_enough && !shm_reached(&control_of(comm, rank)->reduced, seq);
 }
 
@@ -286,7 +208,7 @@ void shm_free_comm(struct shm_comm *comm) {
     free(comm);
 }
 
-int shm_post(struct shm_comm *comm, const struct shm_descriptor *descriptor, const void *input,
+int shm_post(struct shm_comm *comm, const struct announcement *announcement, const void *input,
              void *output, const struct shm_piece *pieces, size_t n_pieces, const uint64_t *bounds,
              struct shm_counting counting, uint32_t *seq) {
     uint32_t number = comm->next;
@@ -294,17 +216,17 @@ int shm_post(struct shm_comm *comm, const struct shm_descriptor *descriptor, con
         return SHM_AGAIN; /* not all ranks have read the slot */
     }
     struct collective *c = &comm->ring[number % SHM_RING];
-    *c = (struct collective){.descriptor = *descriptor,
+    *c = (struct collective){.announcement = *announcement,
                              .input = input,
                              .output = output,
                              .pieces = pieces,
                              .n_pieces = n_pieces,
                              .bounds = bounds,
                              .counting = counting};
-    size_t itemsize = shm_dtype_size(descriptor->dtype);
+    size_t itemsize = shm_dtype_size(announcement->dtype);
     bool staged = false;
-    if (shm_fits_mailbox(descriptor, comm->world_size)) {
-        shm_gather_pieces(c, (struct range){0, descriptor->numel});
+    if (shm_fits_mailbox(announcement, comm->world_size)) {
+        shm_gather_pieces(c, (struct range){0, announcement->numel});
         uint64_t numel = shm_mailbox_numel(comm, c);
         char *mailbox = control_of(comm, comm->rank)->mailbox[number % SHM_RING];
         if (is_scattered(c)) {
@@ -312,18 +234,18 @@ int shm_post(struct shm_comm *comm, const struct shm_descriptor *descriptor, con
         } else if (numel > 0) {
             memcpy(mailbox, input, numel * itemsize);
         }
-    } else if (descriptor->where == SHM_PRIVATE) { /* the staged path will be taken */
-        shm_gather_pieces(c, (struct range){0, descriptor->numel});
+    } else if (announcement->place == PRIVATE_MEMORY) { /* the staged path will be taken */
+        shm_gather_pieces(c, (struct range){0, announcement->numel});
         staged = shm_stage_first(comm, c);
     } else { /* our own part is left to the reduction */
         struct range own = own_part(comm, c);
         shm_gather_pieces(c, (struct range){0, own.begin});
-        shm_gather_pieces(c, (struct range){own.end, descriptor->numel});
+        shm_gather_pieces(c, (struct range){own.end, announcement->numel});
     }
     struct slot *slot = slot_of(comm, comm->rank, number);
-    slot->descriptor = *descriptor;
+    slot->announcement = *announcement;
     if (staged) {
-        slot->descriptor.where = SHM_STAGED;
+        slot->announcement.place = STAGED_IN_PART;
     }
     shm_raise(&slot->arrived, number);
     comm->next = number + 1;
@@ -384,8 +306,8 @@ int shm_wait(struct shm_comm *comm, uint32_t seq, uint64_t slice_ns) {
     return SHM_PEER_LOST;
 }
 
-int shm_all_shadow(const struct shm_comm *comm, uint32_t seq) {
-    return is_shadow(&comm->ring[seq % SHM_RING].descriptor);
+int shm_all_lack_data(const struct shm_comm *comm, uint32_t seq) {
+    return comm->ring[seq % SHM_RING].announcement.presence == HAS_NO_DATA;
 }
 
 int shm_make_room(struct shm_comm *comm, uint64_t slice_ns) {
@@ -414,7 +336,7 @@ void shm_times_of(const struct shm_comm *comm, uint32_t seq, uint64_t *began_ns,
 bool shm_statistics_of(const struct shm_comm *comm, uint32_t seq,
                        struct shm_statistics *statistics) {
     const struct collective *c = &comm->ring[seq % SHM_RING];
-    bool is_counted = c->counting.numel > 0 && shm_is_counted(c->descriptor.dtype);
+    bool is_counted = c->counting.numel > 0 && is_float(c->announcement.dtype);
     *statistics = c->statistics;
     if (!is_counted || c->path == INLINE) {
         return is_counted;
@@ -448,9 +370,9 @@ uint32_t shm_posted(const struct shm_comm *comm, int rank) {
     return last;
 }
 
-struct shm_descriptor shm_descriptor_of(const struct shm_comm *comm, int rank, uint32_t seq) {
+struct announcement shm_announcement_of(const struct shm_comm *comm, int rank, uint32_t seq) {
     bool failed = (int32_t)(comm->head - seq) > 0 && comm->ring[seq % SHM_RING].status != SHM_OK;
-    return failed ? comm->disagreed[seq % SHM_RING][rank] : slot_of(comm, rank, seq)->descriptor;
+    return failed ? comm->disagreed[seq % SHM_RING][rank] : slot_of(comm, rank, seq)->announcement;
 }
 
 int shm_state_of(const struct shm_comm *comm, int rank) {

@@ -8,8 +8,7 @@
 #include <stdint.h>
 
 /* By name and number, these and the dtypes are those of comm/collective.py. The weighted ones, of
- * which shm_reduce_weighted computes both, are of buckets alone. So is SHM_SKIP, which reduces
- * nothing: see core.h. */
+ * which shm_reduce_weighted computes both, are of buckets alone. */
 enum shm_op {
     SHM_SUM,
     SHM_MEAN,
@@ -18,7 +17,7 @@ enum shm_op {
     SHM_PROD,
     SHM_WEIGHTED_MEAN,
     SHM_WEIGHTED_SUM,
-    SHM_SKIP
+    SHM_OPS
 };
 
 enum { SHM_PLAIN_OPS = SHM_WEIGHTED_MEAN }; /* how many shm_reduce computes: those above */

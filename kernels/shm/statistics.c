@@ -54,11 +54,6 @@ NONFINITE(float64, uint64_t, 0x7ff0000000000000u)
 NONFINITE(float16, uint16_t, 0x7c00u)
 NONFINITE(bfloat16, uint16_t, 0x7f80u)
 
-bool shm_is_counted(enum shm_dtype dtype) {
-    return dtype == SHM_FLOAT32 || dtype == SHM_FLOAT64 || dtype == SHM_FLOAT16 ||
-           dtype == SHM_BFLOAT16;
-}
-
 uint64_t shm_count_nonfinite(enum shm_dtype dtype, size_t numel, const void *array) {
     switch (dtype) {
     case SHM_FLOAT32:

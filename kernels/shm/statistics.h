@@ -10,9 +10,6 @@ struct shm_statistics {
     double square_sum;
 };
 
-/* Whether arrays of this dtype are counted. */
-bool shm_is_counted(enum shm_dtype dtype);
-
 /* How many elements are infinite or NaN. */
 uint64_t shm_count_nonfinite(enum shm_dtype dtype, size_t numel, const void *array);
 

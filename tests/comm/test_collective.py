@@ -49,7 +49,7 @@ def test_every_collective_is_called_and_checked() -> None:
 
 def test_the_core_numbers_ops_as_the_table() -> None:
     names = [f"SHM_{op.upper().replace(' ', '_')}" for op in BUCKET_OPS]
-    assert enumerators(REDUCE_H, "SHM_SUM") == names
+    assert enumerators(REDUCE_H, "SHM_SUM") == [*names, "SHM_OPS"]
     assert f"SHM_PLAIN_OPS = {names[len(OPS)]} " in REDUCE_H
 
 

@@ -82,7 +82,8 @@ def suites_of(file: str) -> tuple[str, ...]:
     else:
         names = ["/".join(folders[1:]).replace("torch_backend", "backend") or "cli"]
         names = [name.replace("transports/cuda", "transports/nccl") for name in names]
-    if folders[1:2] in (("comm",), ("transports",)):
+        names = [name.replace("control", "transports") for name in names]
+    if folders[1:2] in (("comm",), ("control",), ("transports",)):
         names.append("contract")
     same_name = (f"tests/{name}/test_{Path(file).stem}.py" for name in names)
     return (

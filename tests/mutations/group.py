@@ -27,10 +27,10 @@ MUTATIONS = (
     ),
     Mutation(
         name="group: ranks that call different collectives go on",
-        file=QUEUE,
-        within="WorkQueue._wanted",
-        old="call == wanted[0]",
-        new="call.kind == wanted[0].kind",
+        file="kernels/shm/announcement.h",
+        within="is_same_call",
+        old="a->op == b->op",
+        new="true",
         tests=(
             "tests/contract/test_mismatches.py::"
             "test_ranks_that_disagree_all_hear_of_it_and_of_both_sides[group-3-op]",
@@ -112,8 +112,8 @@ MUTATIONS = (
         name="group: what is fused has the op of the first",
         file=WORK,
         within="GroupWork.fusable_behind",
-        old="call == alike",
-        new="call.dtype == alike.dtype",
+        old="self.call.is_like(other.call)",
+        new="self.call.dtype == other.call.dtype",
         tests=(FUSION_TESTS,),
     ),
     Mutation(

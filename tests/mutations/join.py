@@ -18,9 +18,9 @@ MUTATIONS = (
     Mutation(
         name="join: on shm the shard of a rank without data is left out",
         file="kernels/shm/protocol.c",
-        within="decide",
-        old="c->descriptor = *all.wanted;",
-        new="c->descriptor = *all.wanted, c->descriptor.numel = 0;",
+        within="conclude",
+        old="c->announcement = *v.wanted;",
+        new="c->announcement = *v.wanted, c->announcement.numel = 0;",
         tests=_TRAINING,
     ),
     Mutation(

@@ -22,7 +22,7 @@ MUTATIONS = (
     Mutation(
         name="kernels: what ranks disagreed on is read after they have gone on",
         file=PROTOCOL,
-        within="shm_descriptor_of",
+        within="shm_announcement_of",
         old="return failed ? comm->disagreed",
         new="return !failed ? comm->disagreed",
         tests=("tests/transports/shm/test_full_ring.py",),

@@ -19,10 +19,11 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from fastcomm.comm import words
-from fastcomm.comm.collective import BUCKET_OPS, HALVES, SKIP, as_pairs
+from fastcomm.comm.collective import HALVES, as_pairs
 from fastcomm.comm.communicator import Work
 from fastcomm.comm.objects import gather_numbers
-from fastcomm.comm.transport import ALL, BucketWork, Part, Transport
+from fastcomm.comm.transport import BucketWork, Part, Transport
+from fastcomm.control.announcement import Call, Verdict, conclude
 from fastcomm.errors import FastcommError, MismatchError
 from fastcomm.reducer.bucket import Bucket, Inspection
 from fastcomm.reducer.layout import kind_of, values_of
@@ -31,27 +32,26 @@ from fastcomm.transports.cuda.driver import Producers
 
 _ALIGNMENT = 64  # bytes, of what each rank sends
 _INDEX_NBYTES = 8
+_HEAD = struct.Struct("=7q")  # a call, as numbers
 
 
 class Offer(NamedTuple):
     """What one rank brings.
 
+    call: with op, steps, weight and vote; its numel means nothing.
     n_sparse, n_rows: by slot, how many dimensions of its gradient are sparse, and how many rows it
         has. 0: there is no gradient.
     is_present: by slot, whether a gradient is of this round, and not only left from an earlier one.
     """
 
-    op: str
-    step: int
-    part: Part
+    call: Call
     n_sparse: list[int]
     n_rows: list[int]
     is_present: list[int]
 
     def numbers(self) -> list[int]:
         """Returns the offer as it travels; of() is the way back."""
-        weight = struct.unpack("qq", struct.pack("dd", self.part.weight, self.part.scale))
-        head = BUCKET_OPS.index(self.op), self.step, *weight
+        head = _HEAD.unpack(self.call.packed())
         return [*head, *self.n_sparse, *self.n_rows, *self.is_present]
 
     @staticmethod
@@ -59,17 +59,16 @@ class Offer(NamedTuple):
         """The offer of these numbers. Raises ValueError if they are of none for gradients like
         these.
         """
-        op, step, *bits = numbers[:4]
-        part = Part(*struct.unpack("dd", struct.pack("qq", *bits)))
-        n = (len(numbers) - 4) // 3
-        n_sparse, n_rows, is_present = (list(numbers[4 + i * n : 4 + i * n + n]) for i in range(3))
+        call = Call.of(_HEAD.pack(*numbers[:7]), 1)
+        n = (len(numbers) - 7) // 3
+        n_sparse, n_rows, is_present = (list(numbers[7 + i * n : 7 + i * n + n]) for i in range(3))
         could_be = (
             0 <= n_dims <= like.dim() and 0 <= n_own <= like.shape[:n_dims].numel()
             for like, n_dims, n_own in zip(likes, n_sparse, n_rows, strict=True)
         )
-        if not 0 <= op < len(BUCKET_OPS) or not all(could_be):
+        if not all(could_be):
             raise ValueError(f"{numbers} is no offer of gradients")
-        return Offer(BUCKET_OPS[op], step, part, n_sparse, n_rows, is_present)
+        return Offer(call, n_sparse, n_rows, is_present)
 
 
 class SparseBucket(Bucket):
@@ -140,9 +139,7 @@ class SparseBucket(Bucket):
             self._show(gradients, inspect)
         rows = [None if gradient is None else rows_of(gradient) for gradient in gradients]
         own = Offer(
-            op,
-            step,
-            part,
+            Call("all_reduce", op=op, step=step, part=part),
             [0 if gradient is None else gradient.sparse_dim() for gradient in gradients],
             [0 if one is None else len(one.indices) for one in rows],
             [i not in self._untouched for i in range(len(gradients))],
@@ -167,12 +164,13 @@ class SparseBucket(Bucket):
         """Takes part without any gradient: the offer carries the vote, over every transport."""
         n = len(self.names)
         self._is_vote = True
-        own = Offer(SKIP, step, ALL, [0] * n, [0] * n, [False] * n)
+        vote = Call("all_reduce", op=op, step=step, part=part)
+        own = Offer(vote, [0] * n, [0] * n, [False] * n)
         self._take_part(own, [None] * n)
 
     def _take_part(self, own: Offer, rows: Sequence[Rows | None]) -> None:
         try:
-            work = _SparseWork(self._exchange(own))
+            work = _SparseWork(*self._exchange(own))
             self._send(work, rows)
             self._is_gathered, self._work = True, work
         except FastcommError as error:
@@ -227,8 +225,10 @@ class SparseBucket(Bucket):
         if trouble is not None:
             raise FastcommError(f"the gradient of parameter {self.names[i]} {trouble}")
 
-    def _exchange(self, own: Offer) -> list[Offer]:
-        """Every rank's offer. Raises MismatchError, on every rank, if their ops or steps differ."""
+    def _exchange(self, own: Offer) -> tuple[list[Offer], Verdict]:
+        """Every rank's offer, and what all conclude. Raises MismatchError, on every rank, if their
+        ops or steps differ.
+        """
         table = gather_numbers(self._comm, own.numbers())
         offers = []
         for rank, row in enumerate(table):
@@ -236,9 +236,9 @@ class SparseBucket(Bucket):
                 offers.append(Offer.of(row, self._likes))
             except ValueError as error:
                 raise FastcommError(f"rank {rank} has sent what cannot be: {error}") from error
-        ops = {offer.op for offer in offers} - {SKIP}  # which goes with any
-        if len(ops) > 1 or len({offer.step for offer in offers}) > 1:
-            calls = [words.Called("", one.op, label=1, step=one.step) for one in offers]
+        verdict = conclude([offer.call for offer in offers])
+        if not verdict.is_agreed:
+            calls = [words.Called("", one.call.op, label=1, step=one.call.step) for one in offers]
             what = words.in_words(dict(enumerate(calls)))
             mismatch = MismatchError(f"the ranks reduce sparse gradients differently: {what}")
             mismatch.differs = words.difference(calls)
@@ -250,7 +250,7 @@ class SparseBucket(Bucket):
                     f"the ranks' gradients of parameter {name} have {sorted(n_sparse)} sparse "
                     "dimensions, and must have the same number"
                 )
-        return offers
+        return offers, verdict
 
     def _send(self, work: _SparseWork, rows: Sequence[Rows | None]) -> None:
         """Sends this rank's rows to all others."""
@@ -301,8 +301,9 @@ class SparseBucket(Bucket):
         n_sparse, like = work.n_sparse[i], self._likes[i]
         if n_sparse is None:
             return None
-        divisor = self._comm.world_size if work.op == "mean" else 1
-        rows = added([own[i] for own in work.rows], work.factors(), divisor)
+        call, factors = work.offers[0].call, work.verdict.factors
+        divisor = self._comm.world_size if call.op == "mean" else 1
+        rows = added([own[i] for own in work.rows], factors, divisor)
         return sparse_of(rows, like.shape, n_sparse, like.dtype)
 
     def settle(self, number: int) -> None:
@@ -359,9 +360,8 @@ class _SparseWork(BucketWork):
     rows: by rank, and then by slot, what it sends.
     """
 
-    def __init__(self, offers: list[Offer]) -> None:
-        self.offers = offers
-        self.op = next((offer.op for offer in offers if offer.op != SKIP), SKIP)
+    def __init__(self, offers: list[Offer], verdict: Verdict) -> None:
+        self.offers, self.verdict = offers, verdict
         self.n_sparse = [self._n_sparse(i) for i in range(len(offers[0].n_sparse))]
         self.rows: list[dict[int, Rows]] = []
         self.sending: Work | None = None
@@ -372,15 +372,7 @@ class _SparseWork(BucketWork):
         return max(offer.n_sparse[i] for offer in self.offers) or 1
 
     def is_skipped(self) -> bool:
-        return any(offer.op == SKIP for offer in self.offers)
-
-    def factors(self) -> list[float] | None:
-        """By rank, what its rows are multiplied by; None without weights."""
-        if not self.op.startswith("weighted"):
-            return None
-        parts = [offer.part for offer in self.offers]
-        total = sum(part.weight for part in parts)
-        return [part.scale / total if total else 0.0 for part in parts]
+        return self.verdict.is_skipped
 
     def wait(self) -> None:
         if self.sending is not None:

@@ -1,147 +1,25 @@
-"""What the ranks of a torch.distributed group announce to each other before a collective, and the
-arithmetic on the data that arrives.
+"""The calls that the ranks of a torch.distributed group have announced, and the arithmetic on the
+data that arrives.
 
-Knows no group and no thread. A Call is a row of numbers on the network and a sentence in an error.
-A reduction applies torch's operations in rank order. All data travels as bytes.
+Knows no group and no thread. A reduction applies torch's operations in rank order. All data travels
+as bytes.
 """
 
 from __future__ import annotations
 
 import functools
-import struct
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from fastcomm.comm.collective import (
-    BLOCK_DTYPES,
-    BUCKET_OPS,
-    CPU_DTYPES,
-    HALVES,
-    REDUCTIONS,
-    SHADOW,
-    SKIP,
-    WEIGHTED_OPS,
-    addends_of_mean,
-    mean_of_addends,
-)
-from fastcomm.comm.words import Called, called
-from fastcomm.errors import FastcommError
+from fastcomm.comm.collective import HALVES, REDUCTIONS, addends_of_mean, mean_of_addends
+from fastcomm.control.announcement import Call
 
 if TYPE_CHECKING:
-    from fastcomm.postmortem.flight_recorder import Entry, FlightRecorder
     from fastcomm.transports.group.shards import Transfer
-
-SENT_DTYPES = (*CPU_DTYPES, *BLOCK_DTYPES)
-KINDS = (
-    "barrier",
-    "all_reduce",
-    "broadcast",
-    "all_gather_single",
-    "reduce_scatter_single",
-    "gather",
-    "scatter",
-    "all_to_all_single",
-    "abandon",
-    SHADOW,
-)
-
-
-# Call.numbers() are below these, but for the weights'.
-_ENDS = (
-    *(len(KINDS), 2**63, len(CPU_DTYPES), len(SENT_DTYPES), len(BUCKET_OPS)),
-    *(2**15, 2**63, 2**63),  # a rank, a label, a step
-)
-
-
-@dataclass(frozen=True)
-class Call:
-    """A collective as the ranks announce it to each other. It must be equal on all of them, but for
-    the weight: see transport.Part.
-    """
-
-    kind: str
-    numel: int = 0
-    dtype: torch.dtype = torch.uint8
-    wire: torch.dtype = torch.uint8
-    op: str = "sum"
-    root: int = 0
-    label: int = 0
-    step: int = 0
-    weight: float = field(default=0.0, compare=False)
-    scale: float = field(default=0.0, compare=False)
-
-    def numbers(self) -> list[int]:
-        *values, weight, scale = astuple(self)
-        dtypes = CPU_DTYPES, SENT_DTYPES
-        codes: tuple[tuple[Any, ...], ...] = (KINDS, (), *dtypes, BUCKET_OPS, (), (), ())
-        numbers = [
-            choices.index(value) if choices else value
-            for choices, value in zip(codes, values, strict=True)
-        ]
-        return [*numbers, *struct.unpack("qq", struct.pack("dd", weight, scale))]
-
-    @staticmethod
-    def of(numbers: Sequence[int], rank: int) -> Call:
-        """The call of these numbers(), which the rank has announced. Raises FastcommError if they
-        are of none.
-        """
-        if not all(0 <= number < end for number, end in zip(numbers, _ENDS, strict=False)):
-            raise FastcommError(f"rank {rank} has announced {numbers}, which is no collective")
-        kind, numel, dtype, wire, op, root, label, step, *bits = numbers
-        dtypes = CPU_DTYPES[dtype], SENT_DTYPES[wire]
-        weight, scale = struct.unpack("dd", struct.pack("qq", *bits))
-        return Call(KINDS[kind], numel, *dtypes, BUCKET_OPS[op], root, label, step, weight, scale)
-
-    @property
-    def shard_key(self) -> tuple[object, ...]:
-        """Equal on ranks whose shards of the call fit each other."""
-        return self.kind, self.numel, self.dtype, self.wire, self.label
-
-    def noted(self, flight: FlightRecorder) -> Entry:
-        has_op = self.kind in ("all_reduce", "reduce_scatter_single")
-        entry = flight.note(
-            self.kind,
-            self.dtype if self.numel else None,
-            self.numel,
-            op=self.op if has_op else None,
-            root=self.root,
-            label=self.label,
-            step=self.step,
-        )
-        entry.lane = -1  # several are under way at once
-        return entry
-
-    @property
-    def nbytes(self) -> int:
-        return self.numel * self.dtype.itemsize
-
-    @property
-    def admits_shadows(self) -> bool:
-        """Whether ranks without data can take part: see Transport.follow."""
-        is_bucket = self.kind == "all_reduce" and self.label != 0
-        return is_bucket and self.op in ("mean", SKIP, *WEIGHTED_OPS.values())
-
-    def __str__(self) -> str:
-        return str(self.called())
-
-    def called(self) -> Called:
-        """The same for messages."""
-        if self.kind in ("barrier", "abandon", SHADOW):
-            return Called(self.kind, self.kind)
-        return called(
-            self.kind,
-            self.numel,
-            self.dtype,
-            op=self.op if self.kind in ("all_reduce", "reduce_scatter_single") else None,
-            root=self.root,
-            wire=self.wire,
-            label=self.label,
-            step=self.step,
-        )
 
 
 @dataclass(frozen=True)
@@ -165,31 +43,10 @@ class GatheredCalls:
 
 
 ABANDON = Call("abandon")
-WITHOUT_DATA = Call(SHADOW)
+WITHOUT_DATA = Call("all_reduce", has_data=False)
 
 
 _COMBINE = {one.name: one.combine for one in REDUCTIONS}
-
-
-def with_votes(calls: Sequence[Call]) -> Sequence[Call]:
-    """The calls as they are compared: a vote to skip goes with any op."""
-    is_skipped = any(call.op == SKIP for call in calls)
-    return [replace(call, op=SKIP) for call in calls] if is_skipped else calls
-
-
-def factors_of(calls: Sequence[Call]) -> list[float] | None:
-    """By what each rank's tensor is multiplied before it is added, where ranks do not count alike:
-    they have weights, or no data. The rule of weigh() in kernels/shm/protocol.c: change both.
-    """
-    has_weights = any(call.op in WEIGHTED_OPS.values() for call in calls)
-    if not has_weights and WITHOUT_DATA not in calls:
-        return None
-    weights = [
-        (call.weight, call.scale) if has_weights else (float(call != WITHOUT_DATA),) * 2
-        for call in calls
-    ]
-    total = sum(weight for weight, _ in weights)
-    return [scale / total if total else 0.0 for _, scale in weights]
 
 
 def reduce_rows(rows: Tensor, op: str, factors: Sequence[float] | None = None) -> Tensor:

@@ -48,7 +48,8 @@ from fastcomm.comm.parts import Parts, exchanged, rooted
 from fastcomm.comm.transport import Part, Transport
 from fastcomm.comm.watchdog import Notes
 from fastcomm.comm.who import processes_of
-from fastcomm.transports.group.call import SENT_DTYPES, WITHOUT_DATA, Call, as_bytes
+from fastcomm.control.announcement import Call
+from fastcomm.transports.group.call import WITHOUT_DATA, as_bytes
 from fastcomm.transports.group.exchange import Exchange
 from fastcomm.transports.group.shards import Transfer
 from fastcomm.transports.group.wire import Wire
@@ -128,7 +129,7 @@ class GroupCommunicator(Transport):
         """16-bit floats are added in float32 and rounded once."""
         op = canonical_op(op)
         flat = self._check(tensor, op)
-        call = Call("all_reduce", flat.numel(), flat.dtype, flat.dtype, op)
+        call = Call("all_reduce", flat.numel(), flat.dtype, op=op)
         transfer = self._exchange.transfer_of(flat, None)
         work = GroupWork(self._queue, call, transfer, flat, fusable=flat)
         return self._begin(work, async_op, [flat])
@@ -141,7 +142,7 @@ class GroupCommunicator(Transport):
         flats = checked_together(tensors, functools.partial(self._check, op=op))
         numels = [flat.numel() for flat in flats]
         dtype = flats[0].dtype
-        call = Call("all_reduce", sum(numels), dtype, dtype, op, step=sizes(numels))
+        call = Call("all_reduce", sum(numels), dtype, op=op, step=sizes(numels))
         transfer = self._exchange.fused_transfer_of(flats)
         work = GroupWork(self._queue, call, transfer, payload=transfer.fused)
         return self._begin(work, async_op, flats)
@@ -151,7 +152,7 @@ class GroupCommunicator(Transport):
     ) -> GroupWork | None:
         flat = self._check(tensor)
         check_root("src", src, self.world_size)
-        call = Call("broadcast", flat.numel(), flat.dtype, flat.dtype, root=src)
+        call = Call("broadcast", flat.numel(), flat.dtype, root=src)
         transfer = Transfer(lambda _, rows, __: self._exchange.broadcast(flat, src, rows))
         written = [] if src == self.rank else [flat]
         return self._begin(GroupWork(self._queue, call, transfer, flat), async_op, written)
@@ -165,7 +166,7 @@ class GroupCommunicator(Transport):
             for flat in flats:
                 self._exchange.broadcast(flat, src)
 
-        call = Call("broadcast", sum(map(len, flats)), root=src)
+        call = Call("broadcast", sum(map(len, flats)), torch.uint8, root=src)
         written = [] if src == self.rank else flats
         self._begin(GroupWork(self._queue, call, Transfer(move)), False, written)
 
@@ -174,7 +175,7 @@ class GroupCommunicator(Transport):
     ) -> GroupWork | None:
         flat = self._check(inp)
         whole = self._check_out("all_gather_single", out, inp, inp.numel() * self.world_size)
-        call = Call("all_gather_single", flat.numel(), flat.dtype, flat.dtype)
+        call = Call("all_gather_single", flat.numel(), flat.dtype)
         transfer = Transfer(lambda _, rows, __: self._exchange.all_gather(whole, flat, rows))
         return self._begin(GroupWork(self._queue, call, transfer, flat), async_op, [whole])
 
@@ -185,7 +186,7 @@ class GroupCommunicator(Transport):
         flat = self._check(inp, op)
         numel = shard_of("reduce_scatter_single", inp, self.world_size)
         part = self._check_out("reduce_scatter_single", out, inp, numel)
-        call = Call("reduce_scatter_single", flat.numel(), flat.dtype, flat.dtype, op)
+        call = Call("reduce_scatter_single", flat.numel(), flat.dtype, op=op)
         transfer = Transfer(functools.partial(self._exchange.reduce_scatter, part, flat))
         return self._begin(GroupWork(self._queue, call, transfer, flat), async_op, [part])
 
@@ -231,7 +232,7 @@ class GroupCommunicator(Transport):
         received = (empty if out is None else out).split(parts.received)
         sent = (empty if inp is None else inp).split(parts.sent)
         transfer = Transfer(lambda *_: self._exchange.swap_parts(received, sent))
-        call = Call(kind, parts.numel, dtype, dtype, root=root)
+        call = Call(kind, parts.numel, dtype, root=root)
         written = [] if out is None else [out]
         return self._begin(GroupWork(self._queue, call, transfer), async_op, written)
 
@@ -253,8 +254,8 @@ class GroupCommunicator(Transport):
         error_feedback: bool = False,
     ) -> GroupBucket:
         """There are no lanes: the ranks share one network. Every rank gets the whole result."""
-        if wire_dtype is not None and wire_dtype not in SENT_DTYPES:
-            refuse_dtype(wire_dtype, SENT_DTYPES, "wire_dtype")
+        if wire_dtype is not None and wire_dtype not in (*CPU_DTYPES, *BLOCK_DTYPES):
+            refuse_dtype(wire_dtype, (*CPU_DTYPES, *BLOCK_DTYPES), "wire_dtype")
         is_coded = wire_dtype in BLOCK_DTYPES or error_feedback
         if wire_dtype is not None and is_coded:
             wire = Wire(wire_dtype, error_feedback=error_feedback)
@@ -266,15 +267,19 @@ class GroupCommunicator(Transport):
 
         def work_of(op: str, used_mask: Tensor, step: int, part: Part) -> GroupWork:
             self._queue.check_usable()
-            kind = "all_reduce", flat.numel(), flat.dtype, sent_dtype, op, 0, label, step
-            call = Call(*kind, part.weight, part.scale)
+            call = Call(
+                *("all_reduce", flat.numel(), flat.dtype, sent_dtype, op),
+                label=label,
+                step=step,
+                part=part,
+            )
             return GroupWork(
                 self._queue,
                 call,
                 transfer,
                 payload=used_mask if is_coded else None,
                 used_mask=used_mask,
-                fusable=flat if is_fusable and op in OPS else None,
+                fusable=flat if is_fusable and call.op in OPS else None,
             )
 
         bucket = GroupBucket(flat, views, work_of, transfer, is_coded)

@@ -31,9 +31,10 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from fastcomm.comm.collective import BLOCK_DTYPES, as_pairs
 from fastcomm.comm.deadline import Deadline, running_s
 from fastcomm.comm.words import waited
+from fastcomm.control.announcement import Call
 from fastcomm.errors import InitError
 from fastcomm.postmortem.script_end import start_thread
-from fastcomm.transports.group.call import Call, GatheredCalls, as_bytes, reduce_rows, with_one_nan
+from fastcomm.transports.group.call import GatheredCalls, as_bytes, reduce_rows, with_one_nan
 from fastcomm.transports.group.shards import (
     CHUNK_NBYTES,
     PAYLOAD_NBYTES,

@@ -3,7 +3,8 @@ from typing import Any
 
 from torch import Tensor
 
-from fastcomm.transports.group.call import Call, GatheredCalls
+from fastcomm.control.announcement import Call
+from fastcomm.transports.group.call import GatheredCalls
 from fastcomm.transports.group.wire import Wire
 
 CHUNK_NBYTES: int

@@ -11,12 +11,15 @@ others would wait for.
 """
 
 import collections
+import struct
 import zlib
 
 import torch
 
 from fastcomm.comm.collective import CPU_DTYPES, OPS, WEIGHTED_OPS
-from fastcomm.transports.group.call import GatheredCalls, Call, cast, reduce_rows
+from fastcomm.control.announcement import Call
+from fastcomm.errors import FastcommError
+from fastcomm.transports.group.call import GatheredCalls, cast, reduce_rows
 from fastcomm.transports.group.wire import BLOCK
 
 # Includes the sources themselves: the extensions may be built at the same time, and would write
@@ -36,11 +39,11 @@ cdef extern from "shm/reduce.c":
 CHUNK_NBYTES = 4 * 2**20  # of all ranks' shards
 # largest payload that travels with the announcement: delays its packet hardly at all
 PAYLOAD_NBYTES = 1024
-# A frame: the call's numbers, how many calls wait behind it, whether this rank has begun to send
-# its data, then what tells the calls behind from it (numel, label and step), or the payload.
-_HEAD = len(Call("barrier").numbers()) + 2
-_HEAD_NBYTES = 8 * _HEAD
+# A frame: the packed call, how many calls wait behind it, whether this rank has begun to send its
+# data, then what tells the calls behind from it (numel, label and step), or the payload.
+_HEAD_NBYTES = 64
 MOST_FUSED = PAYLOAD_NBYTES // 24  # calls behind, whose numbers lie where a payload would
+_REST = struct.Struct("=II")  # of the head, behind the call
 
 
 def tag_of(index, call):
@@ -96,20 +99,28 @@ class _Announcement:
         self._gathering.wait()
         if self.trouble is not None:
             raise self.trouble
-        payload, rows = self._payload, self._frames.view(torch.int64)
-        heads = rows[:, :_HEAD].tolist()
-        calls = [Call.of(head[:-2], rank) for rank, head in enumerate(heads)]
-        have_begun = [bool(head[-1]) for head in heads]
-        rest = have_begun, self._index, self._begun
+        cdef const char *frames = <char *><size_t>self._frames.data_ptr()
+        payload, (n_ranks, nbytes) = self._payload, self._frames.shape
+        heads = [frames[r * nbytes:r * nbytes + _HEAD_NBYTES] for r in range(n_ranks)]
+        calls = [_call_of(head[:-8], rank, n_ranks) for rank, head in enumerate(heads)]
+        n_behind, have_begun = zip(*[_REST.unpack(head[-8:]) for head in heads])
+        rest = [bool(has_begun) for has_begun in have_begun], self._index, self._begun
         if payload is not None:
             payloads = self._frames[:, _HEAD_NBYTES:_HEAD_NBYTES + payload.nbytes].contiguous()
             return GatheredCalls(calls, payloads.view(payload.dtype), 0, *rest)
-        n = min([head[-2] for head in heads])
-        if n <= 0 or any([theirs != calls[0] for theirs in calls]):
+        n = min(n_behind)
+        if n == 0 or any([theirs != calls[0] for theirs in calls]):
             return GatheredCalls(calls, None, 0, *rest)
-        following = rows[:, _HEAD:_HEAD + 3 * n].view(-1, n, 3)
+        following = self._frames[:, _HEAD_NBYTES:].view(torch.int64)[:, :3 * n].view(-1, n, 3)
         is_same = (following == following[0]).all(dim=2).all(dim=0)
         return GatheredCalls(calls, None, int(is_same.cumprod(0).sum()), *rest)
+
+
+def _call_of(packed, rank, world_size):
+    try:
+        return Call.of(packed, world_size)
+    except ValueError as error:
+        raise FastcommError(f"rank {rank} has announced {error}") from None
 
 
 class Announcer:
@@ -151,12 +162,11 @@ class Announcer:
             it in nothing but numel, label and step.
         """
         call, payload = work.call, work.payload
-        numbers = [*call.numbers(), len(behind), begun is not None]
+        head = call.packed() + _REST.pack(len(behind), begun is not None)
         for one in behind:
-            numbers += one.numel, one.label, one.step
+            head += struct.pack("=QQQ", one.numel, one.label, one.step)
         frame = torch.zeros(_HEAD_NBYTES + PAYLOAD_NBYTES, dtype=torch.uint8, device="cpu")
-        head = torch.tensor(numbers, dtype=torch.int64, device="cpu")
-        frame[:8 * len(numbers)].view(torch.int64).copy_(head)
+        frame[:len(head)] = torch.frombuffer(bytearray(head), dtype=torch.uint8)
         if payload is not None:
             frame[_HEAD_NBYTES:_HEAD_NBYTES + payload.nbytes] = payload.view(-1).view(torch.uint8)
         frames = torch.empty(self._world_size, frame.numel(), dtype=torch.uint8, device="cpu")

@@ -11,19 +11,18 @@ from __future__ import annotations
 
 import queue
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.nn import Parameter
 
-from fastcomm.comm.collective import SKIP, used_values
+from fastcomm.comm.collective import used_values
 from fastcomm.comm.gathering import CopiedGradients
 from fastcomm.comm.times import SLICE_S
 from fastcomm.comm.transport import ALL, BoundBucket, BucketWork, Part
+from fastcomm.control.announcement import Call
 from fastcomm.errors import FastcommError
-from fastcomm.transports.group.call import Call
 from fastcomm.transports.group.exchange import FUSABLE_NBYTES, FUSED_NBYTES
 from fastcomm.transports.group.shards import MOST_FUSED, PAYLOAD_NBYTES, Transfer
 
@@ -117,13 +116,11 @@ class GroupWork(BucketWork):
         found: list[GroupWork] = []
         if self.is_announced or self.fusable is None:
             return found
-        alike = replace(self.call, numel=0, label=0, step=0)
         nbytes = self.call.nbytes
         first = works.index(self) + 1
         for other in works[first : first + MOST_FUSED]:
             nbytes += other.call.nbytes
-            call = replace(other.call, numel=0, label=0, step=0)
-            is_alike = other.fusable is not None and call == alike
+            is_alike = other.fusable is not None and self.call.is_like(other.call)
             if not is_alike or nbytes > FUSED_NBYTES:
                 break
             found.append(other)
@@ -259,8 +256,6 @@ class GroupBucket(BoundBucket):
 
     def launch(self, op: str, missing: list[int], step: int = 0, part: Part = ALL) -> GroupWork:
         """Waits for nobody."""
-        if part.votes:
-            op = SKIP
         self._newest = None
         absent, present = used_values(op)
         self._used_mask.fill_(present)

@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fastcomm.comm.collective import SKIP
 from fastcomm.comm.deadline import running_s
 from fastcomm.comm.standing import Standing, again
 from fastcomm.comm.times import EXPLAIN_S, INTERRUPTED_S, NAMED_S, SURE_S, TOLD_S, WAITED_S
@@ -35,11 +34,11 @@ from fastcomm.comm.watchdog import (
 )
 from fastcomm.comm.who import Process, in_words
 from fastcomm.comm.words import Called, abandonment, mismatch, own_abandonment, waited, waits
+from fastcomm.control.announcement import Call, Verdict, conclude
 from fastcomm.errors import (
     CLOSED,
     AbandonedError,
     FastcommError,
-    MismatchError,
     PeerLostError,
     TimeoutError,
     has_aborted,
@@ -49,14 +48,7 @@ from fastcomm.errors import (
 from fastcomm.postmortem.flight_recorder import FlightRecorder
 from fastcomm.postmortem.script_end import start_thread, tell_at_end
 from fastcomm.postmortem.whereabouts import whereabouts
-from fastcomm.transports.group.call import (
-    ABANDON,
-    WITHOUT_DATA,
-    Call,
-    GatheredCalls,
-    factors_of,
-    with_votes,
-)
+from fastcomm.transports.group.call import ABANDON, WITHOUT_DATA, GatheredCalls
 from fastcomm.transports.group.exchange import Exchange
 from fastcomm.transports.group.shards import Transfer, tag_of
 from fastcomm.transports.group.work import GroupBucket, GroupWork, see_through
@@ -401,11 +393,11 @@ class WorkQueue:
                 self._take_step(self._running[0])
             self._meet_anew(gathered)
             return
-        try:
-            wanted = self._wanted(gathered.calls)
-        except MismatchError as error:
+        verdict = conclude(gathered.calls)
+        if not verdict.is_agreed:
             self._exchange.drain(gathered)
-            self._conclude([work], error)
+            calls = {r: call.called() for r, call in enumerate(gathered.calls)}
+            self._conclude([work], mismatch(self.number, calls))
             return
         began_ns = time.monotonic_ns()
         fused = behind[: gathered.n_fused]
@@ -416,7 +408,7 @@ class WorkQueue:
         self.number += len(fused)
         if fused:
             transfer = self._exchange.fused_transfer_of(flats[: 1 + len(fused)])
-        steps = self._steps_of(work, transfer, wanted, gathered)
+        steps = self._steps_of(work, transfer, verdict, gathered)
         running = RunningCollective(self.number, [work, *fused], steps, began_ns)
         self._running.append(running)
         self._take_step(running)
@@ -425,16 +417,15 @@ class WorkQueue:
         self,
         work: GroupWork,
         transfer: Transfer | None,
-        wanted: Call | None,
+        verdict: Verdict,
         gathered: GatheredCalls,
     ) -> Iterator[None]:
-        """What there is to do for `wanted`, which all ranks with data have announced; None if none
-        has.
-        """
+        """What there is to do for what all ranks with data have announced."""
         nothing: Iterator[None] = iter(())
+        wanted = verdict.wanted
         is_shadow = work.call == WITHOUT_DATA
         work.has_followed = is_shadow and wanted is not None
-        if wanted is None or wanted.op == SKIP:
+        if wanted is None or verdict.is_skipped:
             self._exchange.drain(gathered)
             if wanted is not None:
                 work.note_skipped()
@@ -447,11 +438,10 @@ class WorkQueue:
             transfer, payloads = bucket.transfer, bucket.prepare_shadow(self.world_size)
         if transfer is None:
             return nothing
-        factors = factors_of(gathered.calls)
         if gathered.begun is None:
-            transfer.prepare(wanted.op, factors)
+            transfer.prepare(wanted.op, verdict.factors)
             transfer.begin(tag_of(gathered.index, wanted))
-        return transfer.steps(wanted.op, payloads, factors)
+        return transfer.steps(wanted.op, payloads, verdict.factors)
 
     def _take_step(self, running: RunningCollective) -> None:
         """Takes the collective's next step, or ends it if there is none left."""
@@ -478,19 +468,6 @@ class WorkQueue:
     def _resolve_before(self, own: GroupWork, works: list[GroupWork]) -> None:
         """Ends those of the works that were posted before this rank abandoned. Under the lock."""
         self._resolve(works[: works.index(own)], AbandonedError(own_abandonment(self.rank)))
-
-    def _wanted(self, calls: Sequence[Call]) -> Call | None:
-        """What the ranks with data call; None if no rank has any. Raises MismatchError if they call
-        different collectives, or one that shadows cannot take part in.
-        """
-        wanted = with_votes([call for call in calls if call != WITHOUT_DATA])
-        if not wanted:
-            return None
-        has_shadows = len(wanted) < len(calls)
-        is_alike = all(call == wanted[0] for call in wanted)
-        if not is_alike or (has_shadows and not wanted[0].admits_shadows):
-            raise mismatch(self.number, {r: call.called() for r, call in enumerate(calls)})
-        return wanted[0]
 
     def _take_calls(self) -> GatheredCalls:
         """Numbers the oldest announcement, and waits for those of the other ranks."""

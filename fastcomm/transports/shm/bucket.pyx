@@ -3,7 +3,7 @@
 
 import torch
 
-from fastcomm.comm.collective import SKIP, real_numel, used_values
+from fastcomm.comm.collective import real_numel, used_values
 from fastcomm.comm.transport import ALL, BoundBucket, BucketWork
 
 from libc.math cimport isnan
@@ -13,10 +13,10 @@ from libc.string cimport memcpy
 
 from fastcomm.comm.gathering cimport GatheringBucket
 from fastcomm.comm.gradient_slot cimport GradientSlot
-from fastcomm.transports.shm.core cimport (
-    SHM_ALL_REDUCE, SHM_REDUCE_SCATTER_V, shm_counting, shm_descriptor, shm_piece,
+from fastcomm.control.announcement cimport (
+    CALL_ALL_REDUCE, CALL_REDUCE_SCATTER_V, VOTES_TO_SKIP, announced, announcement, bucket_op_code,
 )
-from fastcomm.transports.shm.descriptor cimport bucket_op_code, descriptor
+from fastcomm.transports.shm.core cimport shm_counting, shm_piece
 from fastcomm.transports.shm.ring cimport Ring, ShmWork
 
 
@@ -103,18 +103,17 @@ cdef class ShmBucket(GatheringBucket):
 
     def launch(self, str op, list missing, uint64_t step=0, part=ALL):
         cdef ShmWork work = self.next or self._next_work(0)
-        cdef int kind = SHM_ALL_REDUCE if self.bounds is None else SHM_REDUCE_SCATTER_V
-        weight, scale, votes, _ = part
+        cdef int kind = CALL_ALL_REDUCE if self.bounds is None else CALL_REDUCE_SCATTER_V
+        cdef announcement d = announced(kind, bucket_op_code(op))
+        d.weight, d.scale, votes, _ = part
         if votes:
-            op = SKIP
-        cdef shm_descriptor d = descriptor(kind, bucket_op_code(op))
+            d.presence = VOTES_TO_SKIP
         cdef char *data = self.ring.check(self.wire, &d)
         self.next = self.posted = None
         work.op, work.used_mask = op, self.used_mask
         if self.bounds is not None:
             work.take_bounds(self.bounds)
-        d.label, d.step = self.label, step
-        d.weight, d.scale = weight, scale
+        d.label, d.steps = self.label, step
         if self.counts:
             work.counting = shm_counting(self.end, self.adds_squares)
         self.used_mask.copy_(self._token(op, tuple(missing)))
@@ -127,7 +126,7 @@ cdef class ShmBucket(GatheringBucket):
             self.ring.raise_what_ended(work)
         return work
 
-    cdef int _narrow(self, shm_descriptor *d) except -1:
+    cdef int _narrow(self, announcement *d) except -1:
         """Casts what travels. Where it is to be multiplied, it travels as this rank's mean, whose
         range is that of gradients.
         """

@@ -24,8 +24,8 @@ from fastcomm.transports.shm.ring import MAX_RANKS
 
 from libc.stdint cimport uint32_t, uint64_t
 
+from fastcomm.control.announcement cimport *
 from fastcomm.transports.shm.core cimport *
-from fastcomm.transports.shm.descriptor cimport descriptor, op_code
 from fastcomm.transports.shm.memory cimport Block
 from fastcomm.transports.shm.ring cimport Ring, ShmWork
 
@@ -125,13 +125,13 @@ cdef class ShmCommunicator:
         the tensor alone until work.wait() returns. Raises MismatchError, PeerLostError or
         TimeoutError; ValueError or TypeError for a bad argument, before any peer is involved.
         """
-        cdef shm_descriptor d = descriptor(SHM_ALL_REDUCE, op_code(op))
+        cdef announcement d = announced(CALL_ALL_REDUCE, op_code(op))
         cdef char *data = self.ring.check(tensor, &d)
         return self.ring.call(&d, tensor, data, tensor, data, async_op)
 
     def all_reduce_coalesced(self, tensors, op="sum", *, bint async_op=False):
         """The tensors stay where they are: what each rank reduces is read and written there."""
-        cdef shm_descriptor d = descriptor(SHM_ALL_REDUCE, op_code(op))
+        cdef announcement d = announced(CALL_ALL_REDUCE, op_code(op))
         cdef ShmWork work = ShmWork.__new__(ShmWork)
         cdef uint64_t numel = 0
         cdef size_t begin, itemsize = 0
@@ -156,7 +156,7 @@ cdef class ShmCommunicator:
                 work.n_pieces += 1
             numel += d.numel
         check_together([tensor.dtype for tensor in tensors], begins, ends)
-        d.numel, d.where, d.step = numel, SHM_PRIVATE, sizes(numels)
+        d.numel, d.place, d.steps = numel, PRIVATE_MEMORY, sizes(numels)
         self.ring.post(&d, NULL, NULL, work)
         if async_op:
             return work
@@ -166,7 +166,7 @@ cdef class ShmCommunicator:
         """Copies rank `src`'s `tensor` into every other rank's. Same numel and dtype on every rank.
         Errors as all_reduce.
         """
-        cdef shm_descriptor d = descriptor(SHM_BROADCAST, SHM_SUM)
+        cdef announcement d = announced(CALL_BROADCAST)
         cdef char *data = self.ring.check(tensor, &d)
         check_root("src", src, self.world_size)
         d.root = src
@@ -182,7 +182,7 @@ cdef class ShmCommunicator:
         """Concatenates every rank's `inp`, by rank, into `out` of world_size * inp.numel()
         elements. Errors as all_reduce.
         """
-        cdef shm_descriptor d = descriptor(SHM_ALL_GATHER, SHM_SUM)
+        cdef announcement d = announced(CALL_ALL_GATHER)
         cdef char *input = self.ring.check(inp, &d)
         cdef char *output = self._check_out(
             "all_gather_single", out, inp, inp.numel() * self.world_size
@@ -193,7 +193,7 @@ cdef class ShmCommunicator:
         """Reduces `inp` over all ranks; rank r keeps the r-th of world_size equal parts in `out`.
         Errors as all_reduce.
         """
-        cdef shm_descriptor d = descriptor(SHM_REDUCE_SCATTER, op_code(op))
+        cdef announcement d = announced(CALL_REDUCE_SCATTER, op_code(op))
         cdef char *input = self.ring.check(inp, &d)
         numel = shard_of("reduce_scatter_single", inp, self.world_size)
         cdef char *output = self._check_out("reduce_scatter_single", out, inp, numel)
@@ -201,7 +201,7 @@ cdef class ShmCommunicator:
 
     def gather(self, out, inp, int dst=0, *, bint async_op=False):
         """Concatenates every rank's `inp`, by rank, into `out` of rank `dst` alone."""
-        cdef shm_descriptor d = descriptor(SHM_GATHER, SHM_SUM), of_out = d
+        cdef announcement d = announced(CALL_GATHER), of_out = d
         cdef char *input = self.ring.check(inp, &d)
         cdef char *output = NULL if out is None else self.ring.check(out, &of_out)
         check_rooted("gather", self, out, inp, dst)
@@ -210,16 +210,16 @@ cdef class ShmCommunicator:
 
     def scatter(self, out, inp, int src=0, *, bint async_op=False):
         """Rank r gets the r-th of world_size equal parts of rank `src`'s `inp`."""
-        cdef shm_descriptor d = descriptor(SHM_SCATTER, SHM_SUM), of_inp = d
+        cdef announcement d = announced(CALL_SCATTER), of_inp = d
         cdef char *output = self.ring.check(out, &d)
         cdef char *input = NULL if inp is None else self.ring.check(inp, &of_inp)
         check_rooted("scatter", self, inp, out, src)
-        d.root, d.where = src, SHM_PRIVATE  # the others have no input that could lie elsewhere
+        d.root, d.place = src, PRIVATE_MEMORY  # the others have no input that could lie elsewhere
         return self.ring.call(&d, inp, input, out, output, async_op)
 
     def all_to_all_single(self, out, inp, out_splits=None, in_splits=None, *, bint async_op=False):
         """Cuts `inp` into a part for each rank; `out` gets those that are for this one."""
-        cdef shm_descriptor d = descriptor(SHM_ALL_TO_ALL, SHM_SUM), of_out = d
+        cdef announcement d = announced(CALL_ALL_TO_ALL), of_out = d
         cdef ShmWork work
         cdef char *input = self.ring.check(inp, &d)
         cdef char *output = self.ring.check(out, &of_out)
@@ -231,8 +231,8 @@ cdef class ShmCommunicator:
         rows = [accumulate(row, initial=0) for row in parts.of_all]
         work.take_bounds(tuple(chain.from_iterable(rows)))
         d.numel = parts.numel
-        if d.where > self.ring.arena.nbytes - d.numel * inp.itemsize:  # or SHM_PRIVATE anyway
-            d.where = SHM_PRIVATE
+        if d.offset > self.ring.arena.nbytes - d.numel * inp.itemsize:  # or private anyway
+            d.place = PRIVATE_MEMORY
         self.ring.post(&d, input, output, work)
         if async_op:
             return work
@@ -240,12 +240,12 @@ cdef class ShmCommunicator:
 
     def barrier(self, *, bint async_op=False):
         """Returns when every rank has called it."""
-        cdef shm_descriptor d = descriptor(SHM_BARRIER, SHM_SUM)
+        cdef announcement d = announced(CALL_BARRIER)
         self.ring.check_usable()
         return self.ring.call(&d, None, NULL, None, NULL, async_op)
 
     def check_tensor(self, tensor):
-        cdef shm_descriptor d = descriptor(SHM_BROADCAST, SHM_SUM)
+        cdef announcement d = announced(CALL_BROADCAST)
         self.ring.check(tensor, &d)
 
     def begin_round(self, op, part, reducer):
@@ -292,10 +292,10 @@ cdef class ShmCommunicator:
 
     def all_gather_v(self, flat, tuple bounds, *, uint32_t label=0):
         """Every rank reads the others' shards where they lie."""
-        cdef shm_descriptor d = descriptor(SHM_ALL_GATHER_V, SHM_SUM)
+        cdef announcement d = announced(CALL_ALL_GATHER_V)
         cdef char *data = self.ring.check(flat, &d)
         cdef ShmWork work = ShmWork.__new__(ShmWork)
-        if d.where == SHM_PRIVATE and d.numel:
+        if d.place == PRIVATE_MEMORY and d.numel:
             raise ValueError("all_gather_v() takes tensors that empty() has made")
         work.ring, work.written = self.ring, (flat,)
         work.take_bounds(bounds)
@@ -304,7 +304,7 @@ cdef class ShmCommunicator:
         return work
 
     cdef char *_check_out(self, str name, out, inp, numel) except NULL:
-        cdef shm_descriptor d
+        cdef announcement d
         d.op = SHM_SUM
         cdef char *data = self.ring.check(out, &d)
         check_out(name, out, inp, numel)

@@ -1,29 +1,15 @@
-"""Declarations of the C core: kernels/shm/reduce.h and kernels/shm/core.h say what they mean."""
+"""Declarations of the C core: kernels/shm/core.h says what they mean."""
 
-from libc.stdint cimport uint16_t, uint32_t, uint64_t
+from libc.stdint cimport uint32_t, uint64_t
 
-
-cdef extern from "shm/reduce.h" nogil:
-    enum:
-        SHM_SUM  # also of what has no op; all others: descriptor.pyx
+from fastcomm.control.announcement cimport announcement
 
 
 cdef extern from "shm/core.h" nogil:
     enum:
         SHM_MAX_RANKS, SHM_RING
         SHM_OK, SHM_AGAIN, SHM_MISMATCH, SHM_PEER_LOST, SHM_ABANDONED
-        SHM_BARRIER, SHM_ALL_REDUCE, SHM_BROADCAST, SHM_ALL_GATHER, SHM_REDUCE_SCATTER
-        SHM_GATHER, SHM_SCATTER, SHM_ALL_TO_ALL
-        SHM_REDUCE_SCATTER_V, SHM_ALL_GATHER_V, SHM_ABANDON, SHM_SHADOW
         SHM_ALIVE, SHM_CLOSED, SHM_ABORTED, SHM_DROPPED, SHM_ENDED, SHM_RAISED
-    uint64_t SHM_PRIVATE
-
-    struct shm_descriptor:
-        uint32_t kind, op
-        uint16_t dtype, root
-        uint32_t label
-        uint64_t numel, where, step
-        double weight, scale
 
     struct shm_piece:
         void *source
@@ -43,21 +29,21 @@ cdef extern from "shm/core.h" nogil:
     shm_comm *shm_open_comm(int rank, int world_size, char *const *segments,
                             const size_t *nbytes, const int *pidfds, int yield_early)
     void shm_free_comm(shm_comm *comm)
-    int shm_post(shm_comm *comm, const shm_descriptor *descriptor, const void *input, void *output,
+    int shm_post(shm_comm *comm, const announcement *wanted, const void *input, void *output,
                  const shm_piece *pieces, size_t n_pieces, const uint64_t *bounds,
                  shm_counting counting, uint32_t *seq)
     int shm_wait(shm_comm *comm, uint32_t seq, uint64_t slice_ns)
-    int shm_all_shadow(const shm_comm *comm, uint32_t seq)
+    int shm_all_lack_data(const shm_comm *comm, uint32_t seq)
     int shm_make_room(shm_comm *comm, uint64_t slice_ns)
     uint64_t shm_progress(const shm_comm *comm)
     void shm_keep_times(shm_comm *comm, int change)
     void shm_times_of(const shm_comm *comm, uint32_t seq, uint64_t *began_ns, uint64_t *ended_ns)
     bint shm_statistics_of(const shm_comm *comm, uint32_t seq, shm_statistics *statistics)
     int shm_is_skipped(const shm_comm *comm, uint32_t seq)
-    bint shm_is_possible(const shm_comm *comm, int rank, const shm_descriptor *d)
+    bint shm_is_possible(const shm_comm *comm, int rank, const announcement *d)
     int shm_stalled_on(const shm_comm *comm)
     uint32_t shm_posted(const shm_comm *comm, int rank)
-    shm_descriptor shm_descriptor_of(const shm_comm *comm, int rank, uint32_t seq)
+    announcement shm_announcement_of(const shm_comm *comm, int rank, uint32_t seq)
     int shm_state_of(const shm_comm *comm, int rank)
     int shm_blamed_by(const shm_comm *comm, int rank)
     void shm_set_state(shm_comm *comm, int state, int blames)

@@ -2,6 +2,7 @@ from libc.stdint cimport uint32_t, uint64_t
 
 from fastcomm.comm.standing cimport Standing
 from fastcomm.postmortem.flight_recorder cimport Entry, FlightRecorder
+from fastcomm.control.announcement cimport announcement
 from fastcomm.transports.shm.core cimport *
 from fastcomm.transports.shm.memory cimport Segment, Segments
 
@@ -57,14 +58,14 @@ cdef class Ring:
     cdef bint is_realigning  # the ranks end what was abandoned
 
     cdef close(self, int state, str message)
-    cdef char *check(self, tensor, shm_descriptor *d) except NULL
-    cdef char *_place(self, char *data, shm_descriptor *d) noexcept
+    cdef char *check(self, tensor, announcement *d) except NULL
+    cdef char *_place(self, char *data, announcement *d) noexcept
     cdef int check_usable(self) except -1
     cdef object call(
-        self, shm_descriptor *d, inp, char *input, out, char *output, bint async_op
+        self, announcement *d, inp, char *input, out, char *output, bint async_op
     )
     cdef bint shadow(self) except -1
-    cdef int post(self, shm_descriptor *d, char *input, char *output, ShmWork work) except -1
+    cdef int post(self, announcement *d, char *input, char *output, ShmWork work) except -1
     cdef int finish(self, ShmWork work) except -1
     cdef bint advance(self, ShmWork work, uint64_t slice_ns) except -1
     cdef int hear(self) except -1

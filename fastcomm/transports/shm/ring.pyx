@@ -1,6 +1,6 @@
 # cython: language_level=3
-"""Ring: one rank's end of the descriptor ring in shared memory. Posts collectives, waits for them,
-abandons them, and says what went wrong.
+"""Ring: one rank's end of the ring of announcements in shared memory. Posts collectives, waits for
+them, abandons them, and says what went wrong.
 
 It drives the C core (kernels/shm), releases the GIL around every wait, and turns status codes into
 exceptions. communicator.pyx and bucket.pyx decide what is posted. docs/design.md explains the ring.
@@ -28,7 +28,7 @@ from libc.stdint cimport int32_t, int64_t
 from libc.stdlib cimport free, malloc
 
 from fastcomm.comm.gradient_slot cimport DLTensor, is_described, is_without_memory
-from fastcomm.transports.shm.descriptor cimport called_by, descriptor, noted
+from fastcomm.control.announcement cimport *
 from fastcomm.transports.shm.memory cimport Segments
 
 
@@ -219,7 +219,7 @@ cdef class Ring:
 
     # -- how every collective is posted and finished --
 
-    cdef char *check(self, tensor, shm_descriptor *d) except NULL:
+    cdef char *check(self, tensor, announcement *d) except NULL:
         """Checks that the communicator can be used and can take the tensor; fills in its dtype,
         numel and place. Returns its address.
 
@@ -252,10 +252,11 @@ cdef class Ring:
             collective.refuse_tensor(tensor, "shm", CPU)
         return self._place(data, d)
 
-    cdef char *_place(self, char *data, shm_descriptor *d) noexcept:
+    cdef char *_place(self, char *data, announcement *d) noexcept:
         """Notes where the tensor lies. Returns its address, never NULL."""
         cdef size_t offset = data - self.arena.base
-        d.where = offset if offset < self.arena.nbytes else SHM_PRIVATE
+        d.wire, d.offset = d.dtype, offset
+        d.place = IN_ARENA if offset < self.arena.nbytes else PRIVATE_MEMORY
         return data if data != NULL else NO_DATA
 
     cdef int check_usable(self) except -1:
@@ -270,7 +271,7 @@ cdef class Ring:
         return 0
 
     cdef object call(
-        self, shm_descriptor *d, inp, char *input, out, char *output, bint async_op
+        self, announcement *d, inp, char *input, out, char *output, bint async_op
     ):
         """inp, out: held until it is over; the tensor it writes to is `out`, if there is one."""
         cdef ShmWork work
@@ -315,12 +316,13 @@ cdef class Ring:
         return work
 
     cdef bint shadow(self) except -1:
-        cdef shm_descriptor d = descriptor(SHM_SHADOW, SHM_SUM)
+        cdef announcement d = announced(CALL_ALL_REDUCE)
+        d.presence = HAS_NO_DATA
         self.check_usable()
         self.call(&d, None, NULL, None, NULL, False)
-        return shm_all_shadow(self.handle, self.last)
+        return shm_all_lack_data(self.handle, self.last)
 
-    cdef int post(self, shm_descriptor *d, char *input, char *output, ShmWork work) except -1:
+    cdef int post(self, announcement *d, char *input, char *output, ShmWork work) except -1:
         """Posts a collective; waits only when the ring is full."""
         cdef int status
         cdef Patience patience = Patience(0, 0)
@@ -427,10 +429,10 @@ cdef class Ring:
         self._raise_deferred(None)
 
     cdef _realign(self):
-        """Posts SHM_ABANDON against what the peers have still posted, until all ranks stand at the
+        """Posts CALL_ABANDON against what the peers have still posted, until all ranks stand at the
         same number. What was posted before ends here as it does on all ranks.
         """
-        cdef shm_descriptor d = descriptor(SHM_ABANDON, SHM_SUM)
+        cdef announcement d = announced(CALL_ABANDON)
         cdef ShmWork work
         self.life.n_abandoned += 1
         self.is_realigning = True
@@ -573,7 +575,7 @@ cdef class Ring:
     cdef str _abandonment(self, uint32_t seq):
         return words.abandonment([
             r for r in range(self.world_size)
-            if shm_descriptor_of(self.handle, r, seq).kind == SHM_ABANDON
+            if shm_announcement_of(self.handle, r, seq).kind == CALL_ABANDON
         ])
 
     cdef str _history(self, int rank):
@@ -591,13 +593,13 @@ cdef class Ring:
         return self._called(rank, seq).without_record()
 
     cdef object _called(self, int rank, uint32_t seq):
-        cdef shm_descriptor d = shm_descriptor_of(self.handle, rank, seq)
+        cdef announcement d = shm_announcement_of(self.handle, rank, seq)
         if not shm_is_possible(self.handle, rank, &d):
             return words.Called("", "what is no collective")
-        return called_by(d)
+        return called_by(&d)
 
 
-cdef bint _takes(const DLTensor *found, shm_descriptor *d) noexcept:
+cdef bint _takes(const DLTensor *found, announcement *d) noexcept:
     """Whether this is a contiguous tensor on the CPU, of a dtype that is reduced. Fills in its
     dtype and numel.
     """

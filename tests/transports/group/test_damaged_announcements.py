@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import struct
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,32 +13,33 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastcomm import FastcommError
-from fastcomm.transports.group.call import Call, GatheredCalls
+from fastcomm.control.announcement import Call
+from fastcomm.transports.group.call import GatheredCalls
 from fastcomm.transports.group.shards import PAYLOAD_NBYTES, Announcer
 from tests.support.bodies import Place, communicator
 from tests.support.ranks import fresh_ranks
 from tests.support.transports import environment_of
 
-BUCKET = Call("all_reduce", 300, torch.float32, torch.bfloat16, "weighted mean", 0, 5, 7, 0.5, 2.0)
-REAL = [*BUCKET.numbers(), 2, False]
+BUCKET = Call("all_reduce", 300, torch.float32, torch.bfloat16, "mean", label=5, step=7)
+REAL = BUCKET.packed() + struct.pack("=II", 2, False)
 
 
 class Group:
     """Of rank 0 of 2, whose peer announces what the test says."""
 
-    def __init__(self, numbers: list[int]) -> None:
-        self._numbers = numbers
+    def __init__(self, head: bytes) -> None:
+        self._head = list(head)
 
     def _allgather_base(self, frames: torch.Tensor, own: torch.Tensor) -> Any:
         theirs = own.clone()
-        theirs.view(torch.int64)[: len(self._numbers)] = torch.tensor(self._numbers)
+        theirs[: len(self._head)] = torch.tensor(self._head, dtype=torch.uint8)
         frames.copy_(torch.cat([own, theirs]))
         return SimpleNamespace(wait=lambda: None, is_completed=lambda: True)
 
 
-def gathered(numbers: list[int], payload: torch.Tensor | None = None) -> GatheredCalls:
+def gathered(head: bytes, payload: torch.Tensor | None = None) -> GatheredCalls:
     announcer = Announcer(2)
-    announcer.group = Group(numbers)
+    announcer.group = Group(head)
     behind = () if payload is not None else (BUCKET, BUCKET)
     announcer.announce(SimpleNamespace(call=BUCKET, payload=payload), behind)
     return announcer.take()
@@ -49,15 +52,15 @@ def test_calls_are_gathered_over_the_group_of_the_tests():
 @settings(max_examples=300, deadline=None)
 @given(
     st.integers(0, len(REAL) - 1),
-    st.one_of(st.integers(-(2**63), 2**63 - 1), st.integers(-9, 99)),
+    st.binary(min_size=1, max_size=8),
     st.sampled_from([None, torch.zeros(PAYLOAD_NBYTES // 4)]),
 )
-def test_a_damaged_announcement_is_a_call_or_an_error_that_names_its_rank(place, number, payload):
-    numbers = [number if i == place else one for i, one in enumerate(REAL)]
+def test_a_damaged_announcement_is_a_call_or_an_error_that_names_its_rank(place, wrong, payload):
+    head = (REAL[:place] + wrong + REAL[place + len(wrong) :])[: len(REAL)]
     try:
-        calls = gathered(numbers, payload)
+        calls = gathered(head, payload)
     except FastcommError as error:
-        assert str(error).startswith("rank 1 has announced [")
+        assert str(error).startswith("rank 1 has announced ")
     else:
         assert str(calls.calls[1]) and 0 <= calls.n_fused <= 2
 
@@ -67,7 +70,8 @@ def _announce_nonsense(place: Place) -> str:
     comm.barrier()
     with pytest.MonkeyPatch.context() as patch:
         if place.rank == 1:
-            patch.setattr(Call, "numbers", lambda call: [-5, *[2**62] * 9])
+            from_nobody = functools.partial(Call, root=60000)
+            patch.setattr("fastcomm.transports.group.communicator.Call", from_nobody)
         with pytest.raises(FastcommError) as caught:
             comm.all_reduce(torch.ones(3))
     return str(caught.value)
@@ -76,7 +80,7 @@ def _announce_nonsense(place: Place) -> str:
 def test_every_rank_hears_who_has_announced_nonsense():
     outcomes = fresh_ranks(2, _announce_nonsense, transport="group", env=environment_of("group", 0))
     for outcome in outcomes:
-        assert "rank 1 has announced [-5, " in outcome.value, outcome
+        assert "rank 1 has announced 02" in outcome.value, outcome
 
 
 def _reduce_what_the_other_has_not(place: Place) -> str:

@@ -26,11 +26,11 @@ bool forked, full;
 /* ---- one collective ---- */
 
 static bool has_shards(uint32_t kind) {
-    return kind == SHM_REDUCE_SCATTER_V || kind == SHM_ALL_GATHER_V;
+    return kind == CALL_REDUCE_SCATTER_V || kind == CALL_ALL_GATHER_V;
 }
 
 bool is_in_place(uint32_t kind) {
-    return kind == SHM_ALL_REDUCE || kind == SHM_BROADCAST || has_shards(kind);
+    return kind == CALL_ALL_REDUCE || kind == CALL_BROADCAST || has_shards(kind);
 }
 
 /* Where the parts of an all_to_all begin that rank `src` sends, and where the last one ends. */
@@ -45,7 +45,7 @@ static uint64_t part_from(const struct rank *me, const struct request *q, int sr
 }
 
 static uint64_t output_numel(const struct rank *me, const struct request *q) {
-    const struct shm_descriptor *d = &q->descriptor;
+    const struct announcement *d = &q->announcement;
     uint64_t n = (uint64_t)me->world_size, numel = 0;
     for (int src = 0; q->has_parts && src < me->world_size; src++) {
         numel += part_from(me, q, src);
@@ -54,31 +54,32 @@ static uint64_t output_numel(const struct rank *me, const struct request *q) {
         return numel;
     }
     bool is_root = (int)d->root == me->rank;
-    return d->kind == SHM_ALL_GATHER       ? d->numel * n
-           : d->kind == SHM_GATHER         ? (is_root ? d->numel * n : 0)
-           : d->kind == SHM_REDUCE_SCATTER ? d->numel / n
-                                           : d->numel;
+    return d->kind == CALL_ALL_GATHER       ? d->numel * n
+           : d->kind == CALL_GATHER         ? (is_root ? d->numel * n : 0)
+           : d->kind == CALL_REDUCE_SCATTER ? d->numel / n
+                                            : d->numel;
 }
 
 struct request prepare(struct rank *me, uint32_t kind, uint32_t op, uint32_t dtype, uint64_t numel,
                        char *room) {
     struct request q = {.in_arena = room >= me->shared && room < me->shared + 2 * AREA_BYTES};
     q.seed = kind * 1000 + op * 100 + dtype * 10 + (uint32_t)numel;
-    q.descriptor = (struct shm_descriptor){
-        .kind = kind, .op = op, .dtype = dtype, .numel = numel, .where = SHM_PRIVATE};
-    if (kind == SHM_BARRIER) {
+    q.announcement = (struct announcement){
+        .kind = (uint8_t)kind, .op = (uint8_t)op, .dtype = (uint8_t)dtype, .numel = numel};
+    if (kind == CALL_BARRIER) {
         return q;
     }
-    if (kind == SHM_BROADCAST || kind == SHM_GATHER || kind == SHM_SCATTER) {
-        q.descriptor.root = (uint32_t)numel % (uint32_t)me->world_size;
+    if (kind == CALL_BROADCAST || kind == CALL_GATHER || kind == CALL_SCATTER) {
+        q.announcement.root = (uint32_t)numel % (uint32_t)me->world_size;
     }
     q.input = room;
     q.output = is_in_place(kind) ? room : room + AREA_BYTES;
-    if (q.in_arena && kind != SHM_SCATTER) {
-        q.descriptor.where = (uint64_t)(room - me->world->segments[me->rank]);
+    if (q.in_arena && kind != CALL_SCATTER) {
+        q.announcement.place = IN_ARENA;
+        q.announcement.offset = (uint64_t)(room - me->world->segments[me->rank]);
     }
     size_t itemsize = shm_dtype_size(dtype);
-    uint64_t n_parts = kind == SHM_SCATTER ? (uint64_t)me->world_size : 1;
+    uint64_t n_parts = kind == CALL_SCATTER ? (uint64_t)me->world_size : 1;
     for (uint64_t i = 0; i < numel * n_parts; i++) {
         union element e = element_of(dtype, q.seed, me->rank, i);
         memcpy(q.input + i * itemsize, &e, itemsize);
@@ -88,7 +89,7 @@ struct request prepare(struct rank *me, uint32_t kind, uint32_t op, uint32_t dty
 }
 
 void place_canary(const struct rank *me, const struct request *q) {
-    size_t nbytes = output_numel(me, q) * shm_dtype_size(q->descriptor.dtype);
+    size_t nbytes = output_numel(me, q) * shm_dtype_size(q->announcement.dtype);
     memset(q->output + nbytes, CANARY, CANARY_BYTES);
 }
 
@@ -103,9 +104,9 @@ static int owner_of(const struct rank *me, const struct request *q, uint64_t ind
 
 static union element expected_of_shards(const struct rank *me, const struct request *q,
                                         uint64_t index) {
-    const struct shm_descriptor *d = &q->descriptor;
+    const struct announcement *d = &q->announcement;
     int owner = owner_of(me, q, index);
-    if (d->kind == SHM_ALL_GATHER_V) {
+    if (d->kind == CALL_ALL_GATHER_V) {
         return element_of(d->dtype, q->seed, owner < me->world_size ? owner : me->rank, index);
     }
     if (owner == me->rank || owner == me->world_size || shm_fits_mailbox(d, me->world_size)) {
@@ -120,18 +121,18 @@ static union element expected_of_parts(const struct rank *me, const struct reque
     for (; index >= part_from(me, q, src); src++) {
         index -= part_from(me, q, src);
     }
-    return element_of(q->descriptor.dtype, q->seed, src, parts_of(me, q, src)[me->rank] + index);
+    return element_of(q->announcement.dtype, q->seed, src, parts_of(me, q, src)[me->rank] + index);
 }
 
 static union element expected(const struct rank *me, const struct request *q, uint64_t index) {
-    const struct shm_descriptor *d = &q->descriptor;
+    const struct announcement *d = &q->announcement;
     switch (d->kind) {
-    case SHM_REDUCE_SCATTER_V:
-    case SHM_ALL_GATHER_V:
+    case CALL_REDUCE_SCATTER_V:
+    case CALL_ALL_GATHER_V:
         return expected_of_shards(me, q, index);
-    case SHM_BROADCAST:
+    case CALL_BROADCAST:
         return element_of(d->dtype, q->seed, (int)d->root, index);
-    case SHM_ALL_TO_ALL: {
+    case CALL_ALL_TO_ALL: {
         if (q->has_parts) {
             return expected_of_parts(me, q, index);
         }
@@ -139,12 +140,12 @@ static union element expected(const struct rank *me, const struct request *q, ui
         return element_of(d->dtype, q->seed, (int)(index / part),
                           part * (uint64_t)me->rank + index % part);
     }
-    case SHM_SCATTER:
+    case CALL_SCATTER:
         return element_of(d->dtype, q->seed, (int)d->root, d->numel * (uint64_t)me->rank + index);
-    case SHM_ALL_GATHER:
-    case SHM_GATHER:
+    case CALL_ALL_GATHER:
+    case CALL_GATHER:
         return element_of(d->dtype, q->seed, (int)(index / d->numel), index % d->numel);
-    case SHM_REDUCE_SCATTER:
+    case CALL_REDUCE_SCATTER:
         return reduced(d->dtype, d->op, q->seed, me->world_size,
                        index + output_numel(me, q) * (uint64_t)me->rank);
     default:
@@ -153,8 +154,8 @@ static union element expected(const struct rank *me, const struct request *q, ui
 }
 
 void verify(struct rank *me, const struct request *q) {
-    const struct shm_descriptor *d = &q->descriptor;
-    if (d->kind == SHM_BARRIER) {
+    const struct announcement *d = &q->announcement;
+    if (d->kind == CALL_BARRIER) {
         return;
     }
     size_t itemsize = shm_dtype_size(d->dtype);
@@ -183,10 +184,10 @@ uint32_t post(struct rank *me, struct request *q) {
     uint32_t seq;
     int status;
     /* counts half of the reductions, whose result is the same */
-    struct shm_counting counting = {q->seed % 2 * q->descriptor.numel, false};
-    const uint64_t *bounds = has_shards(q->descriptor.kind) || q->has_parts ? q->bounds : NULL;
-    while ((status = shm_post(me->comm, &q->descriptor, q->input, q->output, q->pieces, q->n_pieces,
-                              bounds, counting, &seq)) == SHM_AGAIN) {
+    struct shm_counting counting = {q->seed % 2 * q->announcement.numel, false};
+    const uint64_t *bounds = has_shards(q->announcement.kind) || q->has_parts ? q->bounds : NULL;
+    while ((status = shm_post(me->comm, &q->announcement, q->input, q->output, q->pieces,
+                              q->n_pieces, bounds, counting, &seq)) == SHM_AGAIN) {
         status = shm_make_room(me->comm, UINT64_MAX / 2);
         CHECK(status == SHM_OK, "no room: status %d", status);
     }
@@ -203,7 +204,7 @@ int wait_for(struct rank *me, uint32_t seq) {
 void run_and_verify(struct rank *me, struct request *q) {
     int status = wait_for(me, post(me, q));
     CHECK(status == SHM_OK, "status %d of kind %u op %u dtype %u numel %lu", status,
-          q->descriptor.kind, q->descriptor.op, q->descriptor.dtype, q->descriptor.numel);
+          q->announcement.kind, q->announcement.op, q->announcement.dtype, q->announcement.numel);
     verify(me, q);
 }
 

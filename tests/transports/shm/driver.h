@@ -42,7 +42,7 @@ extern bool forked, full;
 
 /* A collective and its tensors. */
 struct request {
-    struct shm_descriptor descriptor;
+    struct announcement announcement;
     uint32_t seed;
     bool in_arena;
     char *input, *output;

@@ -1,11 +1,12 @@
-/* What the driver has the ranks do: every collective, many at once, with damaged descriptors, past
- * a counter's end. Ranks that disagree, come late, leave or die are those of tests/contract. */
+/* What the driver has the ranks do: every collective, many at once, with damaged announcements,
+ * past a counter's end. Ranks that disagree, come late, leave or die are those of tests/contract.
+ */
 #include <signal.h>
 
 #include "driver.h"
 
 static void all_reduce_ints(struct rank *me, uint64_t numel, char *room) {
-    struct request q = prepare(me, SHM_ALL_REDUCE, SHM_SUM, SHM_INT32, numel, room);
+    struct request q = prepare(me, CALL_ALL_REDUCE, SHM_SUM, SHM_INT32, numel, room);
     run_and_verify(me, &q);
 }
 
@@ -18,7 +19,7 @@ static char *room_of(struct rank *me, int place, size_t skew) {
 
 static void one_of(struct rank *me, uint32_t kind, uint32_t op, uint32_t dtype, uint64_t numel,
                    int place) {
-    if (kind == SHM_REDUCE_SCATTER || kind == SHM_ALL_TO_ALL) {
+    if (kind == CALL_REDUCE_SCATTER || kind == CALL_ALL_TO_ALL) {
         uint64_t n = (uint64_t)me->world_size;
         numel = (numel + n - 1) / n * n;
     }
@@ -65,16 +66,16 @@ static void every_collective(struct rank *me) {
                 uint32_t any = (uint32_t)(i + dtype + (unsigned)place) % 5;
                 for (uint32_t op = 0; op < 5; op++) {
                     if (op == any || (sizes[i] * itemsize <= SHM_INLINE_BYTES * 2 && full)) {
-                        one_of(me, SHM_ALL_REDUCE, op, dtype, sizes[i], place);
-                        one_of(me, SHM_REDUCE_SCATTER, op, dtype, sizes[i], place);
+                        one_of(me, CALL_ALL_REDUCE, op, dtype, sizes[i], place);
+                        one_of(me, CALL_REDUCE_SCATTER, op, dtype, sizes[i], place);
                     }
                 }
-                one_of(me, SHM_BROADCAST, 0, dtype, sizes[i], place);
-                one_of(me, SHM_ALL_GATHER, 0, dtype, sizes[i], place);
-                one_of(me, SHM_GATHER, 0, dtype, sizes[i], place);
-                one_of(me, SHM_SCATTER, 0, dtype, sizes[i], place);
-                one_of(me, SHM_ALL_TO_ALL, 0, dtype, sizes[i], place);
-                one_of(me, SHM_BARRIER, 0, 0, 0, place);
+                one_of(me, CALL_BROADCAST, 0, dtype, sizes[i], place);
+                one_of(me, CALL_ALL_GATHER, 0, dtype, sizes[i], place);
+                one_of(me, CALL_GATHER, 0, dtype, sizes[i], place);
+                one_of(me, CALL_SCATTER, 0, dtype, sizes[i], place);
+                one_of(me, CALL_ALL_TO_ALL, 0, dtype, sizes[i], place);
+                one_of(me, CALL_BARRIER, 0, 0, 0, place);
             }
         }
     }
@@ -82,16 +83,16 @@ static void every_collective(struct rank *me) {
 
 static void some_on_many_ranks(struct rank *me) {
     for (int place = 0; place < PLACES; place++) {
-        one_of(me, SHM_BARRIER, 0, 0, 0, place);
+        one_of(me, CALL_BARRIER, 0, 0, 0, place);
         for (uint32_t dtype = 0; dtype < SHM_DTYPES; dtype += 3) {
-            one_of(me, SHM_ALL_REDUCE, SHM_SUM, dtype, 37, place);
-            one_of(me, SHM_ALL_REDUCE, SHM_MEAN, dtype, 3001, place);
-            one_of(me, SHM_REDUCE_SCATTER, SHM_MAX, dtype, 3001, place);
-            one_of(me, SHM_ALL_GATHER, 0, dtype, 501, place);
-            one_of(me, SHM_GATHER, 0, dtype, 501, place);
-            one_of(me, SHM_SCATTER, 0, dtype, 501, place);
-            one_of(me, SHM_ALL_TO_ALL, 0, dtype, 3001, place);
-            one_of(me, SHM_BROADCAST, 0, dtype, 3001, place);
+            one_of(me, CALL_ALL_REDUCE, SHM_SUM, dtype, 37, place);
+            one_of(me, CALL_ALL_REDUCE, SHM_MEAN, dtype, 3001, place);
+            one_of(me, CALL_REDUCE_SCATTER, SHM_MAX, dtype, 3001, place);
+            one_of(me, CALL_ALL_GATHER, 0, dtype, 501, place);
+            one_of(me, CALL_GATHER, 0, dtype, 501, place);
+            one_of(me, CALL_SCATTER, 0, dtype, 501, place);
+            one_of(me, CALL_ALL_TO_ALL, 0, dtype, 3001, place);
+            one_of(me, CALL_BROADCAST, 0, dtype, 3001, place);
         }
     }
 }
@@ -100,13 +101,13 @@ static void some_on_many_ranks(struct rank *me) {
 static void many_chunks(struct rank *me) {
     const uint64_t numel = 10 * SHM_STAGING_BYTES / sizeof(float) + 5;
     for (int i = 0; i < 3; i++) {
-        one_of(me, SHM_ALL_REDUCE, SHM_SUM, SHM_FLOAT32, numel, PRIVATE);
-        one_of(me, SHM_BROADCAST, 0, SHM_FLOAT32, numel + (uint64_t)i, MIXED);
-        one_of(me, SHM_ALL_GATHER, 0, SHM_FLOAT32, numel, PRIVATE);
-        one_of(me, SHM_GATHER, 0, SHM_FLOAT32, numel / 4, MIXED);
-        one_of(me, SHM_SCATTER, 0, SHM_FLOAT32, numel / 4, PRIVATE);
-        one_of(me, SHM_ALL_TO_ALL, 0, SHM_FLOAT32, numel, MIXED);
-        one_of(me, SHM_REDUCE_SCATTER, SHM_SUM, SHM_FLOAT32, numel, MIXED);
+        one_of(me, CALL_ALL_REDUCE, SHM_SUM, SHM_FLOAT32, numel, PRIVATE);
+        one_of(me, CALL_BROADCAST, 0, SHM_FLOAT32, numel + (uint64_t)i, MIXED);
+        one_of(me, CALL_ALL_GATHER, 0, SHM_FLOAT32, numel, PRIVATE);
+        one_of(me, CALL_GATHER, 0, SHM_FLOAT32, numel / 4, MIXED);
+        one_of(me, CALL_SCATTER, 0, SHM_FLOAT32, numel / 4, PRIVATE);
+        one_of(me, CALL_ALL_TO_ALL, 0, SHM_FLOAT32, numel, MIXED);
+        one_of(me, CALL_REDUCE_SCATTER, SHM_SUM, SHM_FLOAT32, numel, MIXED);
     }
 }
 
@@ -132,7 +133,7 @@ static void many_under_way(struct rank *me) {
         for (int i = 0; i < n; i++) {
             uint64_t numel = (uint64_t)(i * i * 37 % 30000);
             char *area = i % 3 == 1 ? me->private : me->shared;
-            requests[i] = prepare(me, SHM_ALL_REDUCE, (uint32_t)i % SHM_PLAIN_OPS, SHM_FLOAT32,
+            requests[i] = prepare(me, CALL_ALL_REDUCE, (uint32_t)i % SHM_PLAIN_OPS, SHM_FLOAT32,
                                   numel, area + i * STRIDE);
             seqs[i] = post(me, &requests[i]);
             shm_wait(me->comm, seqs[i * me->rank / me->world_size], 0);
@@ -143,7 +144,7 @@ static void many_under_way(struct rank *me) {
                 CHECK(wait_for(me, seqs[j]) == SHM_OK, "number %d", j);
             }
         }
-        one_of(me, SHM_BARRIER, 0, 0, 0, 0);
+        one_of(me, CALL_BARRIER, 0, 0, 0, 0);
         for (int i = 0; i < n; i++) {
             verify(me, &requests[i]);
         }
@@ -153,8 +154,8 @@ static void many_under_way(struct rank *me) {
 /* Cuts the input into pieces that differ from rank to rank, some of which are where they belong
  * already. */
 static void scatter_input(struct rank *me, struct request *q, char *elsewhere) {
-    size_t itemsize = shm_dtype_size(q->descriptor.dtype);
-    uint64_t at = 0, numel = q->descriptor.numel;
+    size_t itemsize = shm_dtype_size(q->announcement.dtype);
+    uint64_t at = 0, numel = q->announcement.numel;
     for (int i = 0; i < 12 && q->n_pieces < 8 && at < numel; i++) {
         uint64_t length = min64(numel - at, numel * (uint64_t)((i * 7 + me->rank * 5) % 11) / 40 +
                                                 (uint64_t)(i % 2));
@@ -173,7 +174,7 @@ static void pieces(struct rank *me) {
         for (int place = 0; place < PLACES; place++) {
             for (uint32_t dtype = 0; dtype < SHM_DTYPES; dtype += 2) {
                 struct request q =
-                    prepare(me, SHM_ALL_REDUCE, SHM_SUM, dtype, sizes[i], room_of(me, place, 0));
+                    prepare(me, CALL_ALL_REDUCE, SHM_SUM, dtype, sizes[i], room_of(me, place, 0));
                 scatter_input(me, &q, me->private + AREA_BYTES);
                 run_and_verify(me, &q);
             }
@@ -184,8 +185,8 @@ static void pieces(struct rank *me) {
 /* Cuts the tensor into pieces, of which some are short, and which are all that is left of it. They
  * lie at `elsewhere` from the last to the first. */
 static void take_apart(struct request *q, char *elsewhere) {
-    size_t itemsize = shm_dtype_size(q->descriptor.dtype);
-    uint64_t at = 0, numel = q->descriptor.numel;
+    size_t itemsize = shm_dtype_size(q->announcement.dtype);
+    uint64_t at = 0, numel = q->announcement.numel;
     for (uint64_t i = 0; i < 8 && at < numel; i++) {
         uint64_t length = i == 7 ? numel - at : min64(numel - at, 1 + numel * (i * i % 5) / 12);
         char *place = elsewhere + (numel - at - length) * itemsize;
@@ -201,7 +202,7 @@ static void scattered(struct rank *me) {
     uint64_t sizes[] = {1, 100, 1025, 5000, 70000, full ? 300001 : 66000};
     for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++) {
         for (uint32_t dtype = 0; dtype < SHM_DTYPES; dtype++) {
-            struct request whole = prepare(me, SHM_ALL_REDUCE, dtype % 2 ? SHM_SUM : SHM_MEAN,
+            struct request whole = prepare(me, CALL_ALL_REDUCE, dtype % 2 ? SHM_SUM : SHM_MEAN,
                                            dtype, sizes[i], me->private);
             struct request q = whole;
             take_apart(&q, me->private + AREA_BYTES);
@@ -234,13 +235,13 @@ static void shards(struct rank *me) {
         for (uint32_t dtype = 0; dtype < SHM_DTYPES; dtype += 2) {
             for (int scattered = 0; scattered < 2; scattered++) {
                 struct request q =
-                    request_of_shards(me, SHM_REDUCE_SCATTER_V, dtype, sizes[i], i % 3 * 7);
+                    request_of_shards(me, CALL_REDUCE_SCATTER_V, dtype, sizes[i], i % 3 * 7);
                 if (scattered) {
                     scatter_input(me, &q, me->private + AREA_BYTES);
                 }
                 run_and_verify(me, &q);
             }
-            struct request q = request_of_shards(me, SHM_ALL_GATHER_V, dtype, sizes[i], i % 3 * 7);
+            struct request q = request_of_shards(me, CALL_ALL_GATHER_V, dtype, sizes[i], i % 3 * 7);
             run_and_verify(me, &q);
         }
     }
@@ -254,7 +255,7 @@ static void unequal_parts(struct rank *me) {
     for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++) {
         for (uint32_t dtype = 0; dtype < SHM_DTYPES; dtype += 2) {
             char *room = me->private + i % 2 * shm_dtype_size(dtype);
-            struct request q = prepare(me, SHM_ALL_TO_ALL, 0, dtype, sizes[i] * n, room);
+            struct request q = prepare(me, CALL_ALL_TO_ALL, 0, dtype, sizes[i] * n, room);
             q.has_parts = true;
             for (uint64_t src = 0; src < n; src++) {
                 uint64_t *parts = q.bounds + src * (n + 1);
@@ -268,24 +269,24 @@ static void unequal_parts(struct rank *me) {
     }
 }
 
+static const struct announcement without_data = {.kind = CALL_ALL_REDUCE, .presence = HAS_NO_DATA};
+
 enum { MEAN, SUM, LONGER, LATER, OTHER, WEIGHTED, SKIP, SKIP_LONGER, BARRIER, NO_DATA, ABANDON };
 
-static struct shm_descriptor announcement(struct rank *me, int what) {
-    struct shm_descriptor d = {.kind = SHM_ALL_REDUCE, .op = SHM_MEAN, .dtype = SHM_FLOAT32};
+static struct announcement announced(struct rank *me, int what) {
+    struct announcement d = {.kind = CALL_ALL_REDUCE, .op = SHM_MEAN, .dtype = SHM_FLOAT32};
     d.numel = what == LONGER || what == SKIP_LONGER ? 21 : 20;
     d.label = what == OTHER ? 6 : 5;
-    d.step = what == LATER ? 4 : 3;
-    d.op = what == SUM                           ? SHM_SUM
-           : what == WEIGHTED                    ? SHM_WEIGHTED_MEAN
-           : what == SKIP || what == SKIP_LONGER ? SHM_SKIP
-                                                 : SHM_MEAN;
+    d.steps = what == LATER ? 4 : 3;
+    d.op = what == SUM ? SHM_SUM : what == WEIGHTED ? SHM_WEIGHTED_MEAN : SHM_MEAN;
+    d.presence = what == SKIP || what == SKIP_LONGER ? VOTES_TO_SKIP : HAS_DATA;
     d.weight = d.scale = 1;
-    d.where = (uint64_t)(me->shared - me->world->segments[me->rank]);
-    if (what >= BARRIER) {
-        static const uint32_t kinds[] = {SHM_BARRIER, SHM_SHADOW, SHM_ABANDON};
-        d = (struct shm_descriptor){.kind = kinds[what - BARRIER], .where = SHM_PRIVATE};
+    d.place = IN_ARENA;
+    d.offset = (uint64_t)(me->shared - me->world->segments[me->rank]);
+    if (what == BARRIER || what == ABANDON) {
+        d = (struct announcement){.kind = what == BARRIER ? CALL_BARRIER : CALL_ABANDON};
     }
-    return d;
+    return what == NO_DATA ? without_data : d;
 }
 
 /* What the last rank announces and what the others do; what all of them conclude. */
@@ -321,26 +322,25 @@ static void verdicts(struct rank *me) {
     for (size_t i = 0; i < sizeof verdicts_of / sizeof *verdicts_of; i++) {
         bool is_last = me->rank == me->world_size - 1;
         struct request q = {.input = me->shared, .output = me->shared};
-        q.descriptor = announcement(me, is_last ? verdicts_of[i].last : verdicts_of[i].others);
-        if (q.descriptor.kind != SHM_ALL_REDUCE) {
+        q.announcement = announced(me, is_last ? verdicts_of[i].last : verdicts_of[i].others);
+        if (q.announcement.place != IN_ARENA) {
             q.input = q.output = NULL;
         }
         uint32_t seq = post(me, &q);
         int status = wait_for(me, seq);
         CHECK(status == verdicts_of[i].status, "row %lu ended with status %d", i, status);
         CHECK(shm_is_skipped(me->comm, seq) == verdicts_of[i].is_skipped, "row %lu", i);
-        CHECK(status != SHM_OK || shm_all_shadow(me->comm, seq) == verdicts_of[i].has_no_data,
+        CHECK(status != SHM_OK || shm_all_lack_data(me->comm, seq) == verdicts_of[i].has_no_data,
               "row %lu", i);
     }
     all_reduce_ints(me, 1000, me->shared);
 }
 
-/* Posts in `seq` what the C core would not: some bits of a descriptor are others. */
-static void post_damaged(struct rank *me, uint32_t seq, struct shm_descriptor d) {
+/* Posts in `seq` what the C core would not: some bits of a announcement are others. */
+static void post_damaged(struct rank *me, uint32_t seq, struct announcement d) {
     struct shm_comm *comm = me->comm;
-    comm->ring[seq % SHM_RING] =
-        (struct collective){.descriptor = {.kind = SHM_BARRIER, .where = SHM_PRIVATE}};
-    slot_of(comm, me->rank, seq)->descriptor = d;
+    comm->ring[seq % SHM_RING] = (struct collective){.announcement = {.kind = CALL_BARRIER}};
+    slot_of(comm, me->rank, seq)->announcement = d;
     shm_raise(&slot_of(comm, me->rank, seq)->arrived, seq);
     comm->next = seq + 1;
 }
@@ -350,20 +350,20 @@ static uint64_t random_bits(uint64_t *state) {
     return *state >> 33 ^ *state << 31;
 }
 
-static struct shm_descriptor damaged(struct shm_descriptor d, uint64_t *state) {
+static struct announcement damaged(struct announcement d, uint64_t *state) {
     uint64_t bits = random_bits(state);
     uint64_t wild = bits % 3 == 0   ? random_bits(state)
                     : bits % 3 == 1 ? UINT64_MAX - bits % 99
                                     : bits % 99;
-    switch (random_bits(state) % 8) {
+    switch (random_bits(state) % 9) {
     case 0:
-        d.kind = (uint32_t)wild;
+        d.kind = (uint8_t)wild;
         break;
     case 1:
-        d.op = (uint32_t)wild;
+        d.op = (uint8_t)wild;
         break;
     case 2:
-        d.dtype = (uint16_t)wild;
+        d.dtype = (uint8_t)wild;
         break;
     case 3:
         d.root = (uint16_t)wild;
@@ -372,11 +372,14 @@ static struct shm_descriptor damaged(struct shm_descriptor d, uint64_t *state) {
         d.numel = wild;
         break;
     case 5:
-        d.where = wild;
+        d.offset = wild;
         break;
     case 6:
         d.numel = wild;
-        d.where = random_bits(state) % (2 * shm_control_bytes());
+        d.offset = random_bits(state) % (2 * shm_control_bytes());
+        break;
+    case 7:
+        d.presence = (uint8_t)wild;
         break;
     default:
         for (size_t i = 0; i < 3; i++) {
@@ -384,31 +387,32 @@ static struct shm_descriptor damaged(struct shm_descriptor d, uint64_t *state) {
         }
     }
     /* One that lies elsewhere would be waited for. */
-    d.where = min64(d.where, SHM_STAGED - 1);
+    d.place = IN_ARENA;
     return d;
 }
 
-/* The last rank's descriptor is damaged. The others, of which rank 0 may have no data and so take
+/* The last rank's announcement is damaged. The others, of which rank 0 may have no data and so take
  * the word of the rest, touch no memory but their tensors'; then all go on. */
 static void damaged_descriptors(struct rank *me) {
-    const struct shm_descriptor barrier = {.kind = SHM_BARRIER, .where = SHM_PRIVATE};
+    const struct announcement barrier = {.kind = CALL_BARRIER};
     int last = me->world_size - 1;
     uint64_t state = 7, n_tries = full ? 20000 : 2000;
     for (uint64_t i = 0; i < n_tries; i++) {
         bool is_small = random_bits(&state) % 2;
-        struct shm_descriptor usual = {.kind = SHM_ALL_REDUCE,
-                                       .op = random_bits(&state) % 2 ? SHM_MEAN : SHM_WEIGHTED_MEAN,
-                                       .dtype = SHM_FLOAT32,
-                                       .numel = is_small ? 20 : 3000,
-                                       .label = 5,
-                                       .weight = 1,
-                                       .scale = 1};
-        usual.where = (uint64_t)(me->shared - me->world->segments[me->rank]);
-        struct shm_descriptor odd = damaged(usual, &state);
-        bool has_shadow = random_bits(&state) % 2;
-        struct request q = {.descriptor = usual, .input = me->shared, .output = me->shared};
-        if (me->rank == 0 && has_shadow) {
-            q = (struct request){.descriptor = {.kind = SHM_SHADOW, .where = SHM_PRIVATE}};
+        struct announcement usual = {.kind = CALL_ALL_REDUCE,
+                                     .op = random_bits(&state) % 2 ? SHM_MEAN : SHM_WEIGHTED_MEAN,
+                                     .dtype = SHM_FLOAT32,
+                                     .numel = is_small ? 20 : 3000,
+                                     .label = 5,
+                                     .weight = 1,
+                                     .scale = 1};
+        usual.place = IN_ARENA;
+        usual.offset = (uint64_t)(me->shared - me->world->segments[me->rank]);
+        struct announcement odd = damaged(usual, &state);
+        bool lacks_data = random_bits(&state) % 2;
+        struct request q = {.announcement = usual, .input = me->shared, .output = me->shared};
+        if (me->rank == 0 && lacks_data) {
+            q = (struct request){.announcement = without_data};
         }
         uint32_t seq = me->comm->next;
         if (me->rank == last) {
@@ -420,10 +424,10 @@ static void damaged_descriptors(struct rank *me) {
         }
         int status = wait_for(me, seq);
         CHECK(status == SHM_OK || status == SHM_MISMATCH || status == SHM_ABANDONED,
-              "damaged descriptor %lu ended with status %d", i, status);
-        struct shm_descriptor theirs = shm_descriptor_of(me->comm, last, seq);
+              "damaged announcement %lu ended with status %d", i, status);
+        struct announcement theirs = shm_announcement_of(me->comm, last, seq);
         CHECK(status != SHM_OK || shm_is_possible(me->comm, last, &theirs), "it was followed");
-        q = (struct request){.descriptor = barrier};
+        q = (struct request){.announcement = barrier};
         CHECK(wait_for(me, post(me, &q)) == SHM_OK, "all go on");
     }
     all_reduce_ints(me, 1000, me->shared);
@@ -473,7 +477,7 @@ static void expect_lost(struct rank *me, uint32_t seq, int lost) {
 /* What a dead rank has put into its mailbox still counts; what comes after does not. */
 static void killed_after_its_last_small_one(struct rank *me) {
     int last = me->world_size - 1;
-    struct request q = prepare(me, SHM_ALL_REDUCE, SHM_SUM, SHM_INT32, 100, me->private);
+    struct request q = prepare(me, CALL_ALL_REDUCE, SHM_SUM, SHM_INT32, 100, me->private);
     uint32_t seq = post(me, &q);
     if (me->rank == last) {
         kill(getpid(), SIGKILL);
@@ -481,7 +485,7 @@ static void killed_after_its_last_small_one(struct rank *me) {
     usleep(50 * 1000);
     CHECK(wait_for(me, seq) == SHM_OK, "all ranks have posted");
     verify(me, &q);
-    q = prepare(me, SHM_ALL_REDUCE, SHM_SUM, SHM_INT32, 100, me->private);
+    q = prepare(me, CALL_ALL_REDUCE, SHM_SUM, SHM_INT32, 100, me->private);
     expect_lost(me, post(me, &q), last);
 }
 

@@ -1,5 +1,5 @@
-"""A descriptor in shared memory that is none: what the other ranks say of it. What the C core makes
-of thousands is a scenario of its driver.
+"""An announcement in shared memory of no collective: what the other ranks say of it. What the C
+core makes of thousands is a scenario of its driver.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from fastcomm import MismatchError, PeerLostError
 from tests.support.bodies import Place, communicator, note, wait_for_note
 from tests.support.ranks import fresh_ranks
 
-N_DESCRIPTORS = 12  # fewer than the ring has slots: this rank reads none of its peer's
+N_ANNOUNCEMENTS = 12  # fewer than the ring has slots: this rank reads none of its peer's
 N_SLOTS, SLOT_NBYTES, FLAG_NBYTES = 16, 64, 8
 
 
-def _post(segment: int, number: int, descriptor: bytes) -> None:
+def _post(segment: int, number: int, announcement: bytes) -> None:
     slot = segment + number % N_SLOTS * SLOT_NBYTES
-    ctypes.memmove(slot + FLAG_NBYTES, descriptor, len(descriptor))
+    ctypes.memmove(slot + FLAG_NBYTES, announcement, len(announcement))
     ctypes.memmove(slot, struct.pack("I", number), 4)
 
 
@@ -42,17 +42,17 @@ def _segment_of(address: int) -> int:
     raise AssertionError("no mapping")
 
 
-def _descriptors(seed: int) -> list[bytes]:
-    """Of an all_reduce of 3 float32 elements, with one field that is another; see core.h."""
-    fields = [2, 0, 0, 0, 0, 3, 2**64 - 1, 0]
-    sizes = [32, 32, 16, 16, 32, 64, 64, 64]
+def _announcements(seed: int) -> list[bytes]:
+    """Of an all_reduce of 3 float32 elements, with one wrong field; see announcement.h."""
+    fields = {"kind": 2, "op": 0, "dtype": 0, "wire": 0, "root": 0, "numel": 3}
+    bits = {"root": 16, "numel": 64}
     chosen = random.Random(seed)
     found = []
-    for i in range(N_DESCRIPTORS):
-        at = i % 6
-        own = list(fields)
-        own[at] = chosen.choice([2 ** sizes[at] - 1, chosen.randrange(300, 2 ** sizes[at]), 77])
-        found.append(struct.pack("<IIHHIQQQdd", *own, 0.0, 0.0))
+    for i in range(N_ANNOUNCEMENTS):
+        name = list(fields)[i % len(fields)]
+        wrong = chosen.choice([2 ** bits.get(name, 8) - 1, 77])
+        *small, numel = (fields | {name: wrong}).values()
+        found.append(struct.pack("=BBBBHBBIxxxxQQQdd", *small, 0, 0, 0, numel, 0, 0, 0.0, 0.0))
     return found
 
 
@@ -61,14 +61,14 @@ def _meet_nonsense(place: Place, seed: int) -> list[str]:
     comm.barrier()
     if place.rank == 1:
         segment = _segment_of(comm.empty(1, dtype=torch.float32).data_ptr())
-        for number, descriptor in enumerate(_descriptors(seed), _newest(segment) + 1):
-            _post(segment, number, descriptor)
+        for number, announcement in enumerate(_announcements(seed), _newest(segment) + 1):
+            _post(segment, number, announcement)
         note(place, posted="")
         wait_for_note(place, "read")
         return []
     wait_for_note(place, "posted")
     words = []
-    for _ in range(N_DESCRIPTORS):
+    for _ in range(N_ANNOUNCEMENTS):
         with pytest.raises(MismatchError) as caught:
             comm.all_reduce(torch.ones(3))
         words.append(str(caught.value))
@@ -81,10 +81,10 @@ def _meet_nonsense(place: Place, seed: int) -> list[str]:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_a_descriptor_that_is_none_is_a_mismatch_that_names_its_rank(seed):
+def test_an_announcement_of_nothing_is_a_mismatch_that_names_its_rank(seed):
     first, _ = fresh_ranks(2, _meet_nonsense, seed)
     *words, lost = first.value
-    assert len(words) == N_DESCRIPTORS
+    assert len(words) == N_ANNOUNCEMENTS
     assert all("rank 0: all_reduce of 3 float32 elements, op sum; rank 1: " in one for one in words)
     assert sum("rank 1: what is no collective" in one for one in words) >= 6
     assert lost.startswith("rank 1 (pid ")

@@ -1,0 +1,1 @@
+"""How the ranks agree on what they do together: what each announces, and what all conclude."""
