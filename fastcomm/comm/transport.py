@@ -35,7 +35,7 @@ class Part(NamedTuple):
     total: Any = None
 
 
-ALL = Part()  # without weights
+ALIKE = Part()  # as all ranks without a weight
 
 
 class BucketWork(Work):
@@ -87,7 +87,7 @@ class BoundBucket(abc.ABC):
         """
 
     @abc.abstractmethod
-    def launch(self, op: str, missing: list[int], step: int = 0, part: Part = ALL) -> BucketWork:
+    def launch(self, op: str, missing: list[int], step: int = 0, part: Part = ALIKE) -> BucketWork:
         """Starts reducing the flat buffer, in place. missing: the views for which this rank has no
         gradient; the others hear of it.
 
@@ -136,8 +136,7 @@ class Transport(Communicator):
     # Without a Python frame, in which a signal handler might raise.
     n_abandoned = property(attrgetter("standing.n_abandoned"))
     failure = property(attrgetter("standing.failure"))
-    # Set by a join(): ranks whose data has ended follow() those that reduce buckets.
-    is_joining: bool = False
+    open_join: Any = None  # a block of join(), in which ranks whose data has ended follow()
     # Capabilities, by which callers choose; they ask for no transport by its type.
     has_streams: bool  # work is ordered by streams, on which buckets note their gradients
     cuda: Any  # where there are streams: the device, a fastcomm.transports.cuda.driver.Device

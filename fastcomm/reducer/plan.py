@@ -169,7 +169,7 @@ class Planner:
             self._note_round(reducer, n)
         due = WARM_UP_ROUNDS + MEASURED_ROUNDS if is_size else TRACED_ROUNDS
         is_last = n >= due + _PATIENCE_ROUNDS
-        if n >= due and reducer.comm.is_joining:
+        if n >= due and reducer.comm.open_join:
             if is_last:
                 self.end_trace(reducer)  # the decision will be to leave the buckets
         elif n >= due:

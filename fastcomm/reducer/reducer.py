@@ -485,7 +485,7 @@ class Reducer(ProcessBound, ReducerFlags):
             present[Feature.LOCAL_STEPS] = type(local_steps).__name__
         if self.planner.is_measuring:
             present[Feature.MEASURING] = Feature.MEASURING.value
-        if self.comm.is_joining:
+        if self.comm.open_join:
             present[Feature.JOIN] = Feature.JOIN.value
         if self.find(Elastic) or self.find(Behind):
             present[Feature.REBUILD] = "elastic()"
@@ -652,7 +652,7 @@ class Reducer(ProcessBound, ReducerFlags):
         with self._outliving():
             if self._audit is not None:
                 self._audit.compare(self)
-            if self.n_rounds >= self._stragglers.due_at and not self.comm.is_joining:
+            if self.n_rounds >= self._stragglers.due_at and not self.comm.open_join:
                 told = divmod(self.steps.packed(), 1 << 32)
                 with all_or_none(self.comm):
                     steps = self._stragglers.tell(self.n_rounds, *told)

@@ -15,7 +15,7 @@ import torch
 
 from fastcomm.comm.collective import with_checksum
 from fastcomm.comm.standing import GONE_ON
-from fastcomm.comm.transport import ALL, Transport
+from fastcomm.comm.transport import ALIKE, Transport
 from fastcomm.comm.words import RECORDS
 from fastcomm.errors import AbandonedError, FastcommError, MismatchError
 from fastcomm.insight.recorder import BACKWARD, WAITING, Phases
@@ -78,7 +78,7 @@ class Round(RoundFlags):
         note: str = _NOTE,
     ) -> None:
         self.buckets, self.op, self.number = buckets, op, number
-        self.part = ALL  # a vote in it holds from the next launch on
+        self.part = ALIKE  # a vote in it holds from the next launch on
         self.extensions = list(extensions)
         self.observer: Any = None  # a RoundObserver, where somebody looks
         self.inspect: Inspection | None = None  # sees this rank's gradients before their reduction

@@ -43,7 +43,7 @@ class Audit:
         if self._comm.has_streams:
             self._comm.refuse_capture("audit")
         is_done = self._compared == reducer.n_rounds
-        if not (is_done or reducer.n_rounds % self._every or self._comm.is_joining):
+        if not (is_done or reducer.n_rounds % self._every or self._comm.open_join):
             with all_or_none(self._comm):
                 self._trouble = self._compare(reducer)
                 self._compared = reducer.n_rounds

@@ -10,14 +10,12 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import weakref
 from collections.abc import Iterable, Iterator
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from fastcomm.comm.communicator import ProcessBound
 from fastcomm.comm.objects import gather_objects
-from fastcomm.comm.transport import Transport
 from fastcomm.errors import AbandonedError, FastcommError, MismatchError
 from fastcomm.reducer import validation
 from fastcomm.reducer.autograd import free_failed_backwards
@@ -45,10 +43,6 @@ _APART = (
     "join() could not copy the model that went furthest to all ranks. Make the models alike, call "
     "refresh() on every rank, and make new optimizers"
 )
-
-
-# The block that is open on a communicator. Others inside it are a part of it.
-_open: weakref.WeakKeyDictionary[Transport, Join[Any]] = weakref.WeakKeyDictionary()
 
 
 class Join(ProcessBound, Generic[T]):
@@ -122,7 +116,7 @@ class Join(ProcessBound, Generic[T]):
     # -- how it begins and ends --------------------------------------------------------------------
 
     def _begin(self) -> None:
-        outer = _open.get(self._comm)
+        outer = self._comm.open_join  # of which this one is a part
         self._is_inner = outer is not None
         self._reducer.data_exhausted = False
         self._states = list(self._state)
@@ -130,7 +124,7 @@ class Join(ProcessBound, Generic[T]):
         if outer is not None:
             outer._states += [one for one in self._state if not holds(outer._states, one)]
             return
-        _open[self._comm], self._comm.is_joining = self, True
+        self._comm.open_join = self
 
     @contextlib.contextmanager
     def _closing(self) -> Iterator[None]:
@@ -144,8 +138,7 @@ class Join(ProcessBound, Generic[T]):
             self._close()
 
     def _close(self) -> None:
-        _open.pop(self._comm, None)
-        self._comm.is_joining = False
+        self._comm.open_join = None
 
     def _fail(self, error: BaseException | None) -> None:
         """An exception leaves the block: the ranks that count on this one must learn of it."""
@@ -189,7 +182,7 @@ class Join(ProcessBound, Generic[T]):
 
     def _meet(self) -> None:
         """All ranks are done: makes them equal to one that went furthest."""
-        self._comm.is_joining = False
+        self._comm.open_join = None
         reducers = self._reducers()
         ours = Progress.of(reducers, self._states)
         ranks = gather_objects(self._comm, ours, "join()")

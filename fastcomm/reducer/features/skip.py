@@ -137,7 +137,7 @@ class Skipping(RoundExtension):
 
     def _conclude(self, n_nonfinite: int) -> None:
         self.n_skipped += 1
-        if self._comm.is_joining:  # where a rank without data cannot gather objects: each logs
+        if self._comm.open_join:  # where a rank without data cannot gather objects: each logs
             causes = {self._comm.rank: self._cause()}
         else:
             told = gather_objects(self._comm, self._cause(), "backward() or synchronize()")

@@ -20,7 +20,7 @@ from torch.nn import Parameter
 from fastcomm.comm.collective import used_values
 from fastcomm.comm.gathering import CopiedGradients
 from fastcomm.comm.times import SLICE_S
-from fastcomm.comm.transport import ALL, BoundBucket, BucketWork, Part
+from fastcomm.comm.transport import ALIKE, BoundBucket, BucketWork, Part
 from fastcomm.control.announcement import Call
 from fastcomm.errors import FastcommError
 from fastcomm.transports.group.exchange import FUSABLE_NBYTES, FUSED_NBYTES
@@ -254,7 +254,7 @@ class GroupBucket(BoundBucket):
         self._newest = None
         return self._copied.gather(parameters)
 
-    def launch(self, op: str, missing: list[int], step: int = 0, part: Part = ALL) -> GroupWork:
+    def launch(self, op: str, missing: list[int], step: int = 0, part: Part = ALIKE) -> GroupWork:
         """Waits for nobody."""
         self._newest = None
         absent, present = used_values(op)

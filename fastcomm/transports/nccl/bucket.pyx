@@ -6,7 +6,7 @@ gradients from where autograd has put them, reduces them, and scatters the resul
 import torch
 
 from fastcomm.comm.collective import WEIGHTED_OPS, real_numel, used_values
-from fastcomm.comm.transport import ALL, BoundBucket, BucketWork
+from fastcomm.comm.transport import ALIKE, BoundBucket, BucketWork
 
 cimport cython
 from libc.stdint cimport uint32_t, uint64_t
@@ -235,7 +235,7 @@ cdef class NcclBucket(GatheringBucket):
         self.flat.zero_()
         return len(self.views)
 
-    def launch(self, str op, list missing, uint64_t step=0, part=ALL):
+    def launch(self, str op, list missing, uint64_t step=0, part=ALIKE):
         """Flattens, reduces and unflattens beside what the current stream does next. Gradients that
         do not lie in the flat buffer are kept until they have been flattened, on a stream that
         waits for no collective. The current stream flattens them itself in a CUDA graph, and where

@@ -130,8 +130,7 @@ cdef class NcclCommunicator:
     """
 
     cdef readonly int rank, world_size, local_rank
-    cdef public object membership  # see Transport
-    cdef public bint is_joining
+    cdef public object membership, open_join  # see Transport
     # in a join(), while a round is open: n_abandoned when it began; else -1
     cdef public int begun_after
     cdef readonly object device, timeout

@@ -24,7 +24,7 @@ _POLL_S = 50e-6  # little beside a round; the rank has nothing else to do
 
 def refuse_in_join(comm: NcclCommunicator) -> None:
     """Raises FastcommError for a collective that a rank without data would not hear of."""
-    if comm.is_joining:
+    if comm.open_join is not None:
         raise FastcommError(
             "over NCCL ranks inside join() reduce gradients alone, as a rank without data would "
             "not hear of another collective: make it before or after the block"
@@ -45,20 +45,21 @@ def refuse_vote(comm: NcclCommunicator, op: str, looks_for_nan: bool) -> None:
 
 def begin_round(comm: NcclCommunicator, op: str, part: Part, reducer: int) -> Part:
     """Adds up the weights where the ranks have some, or may have no data."""
-    if comm.is_joining and comm.begun_after == comm.n_abandoned:
+    is_joining = comm.open_join is not None
+    if is_joining and comm.begun_after == comm.n_abandoned:
         raise FastcommError(
             "over NCCL one backward inside join() reduces for one reducer: freeze the "
             "parameters of the other by requires_grad_(False), or detach() what goes into it"
         )
     comm.end_round()
-    if not comm.is_joining and op not in WEIGHTED_OPS.values():
+    if not is_joining and op not in WEIGHTED_OPS.values():
         return part
     if comm.is_captured():
         raise FastcommError(
             "a CUDA graph would replay the weight of its capture: capture a step without "
             "set_weight()"
         )
-    if comm.is_joining:
+    if is_joining:
         comm.begun_after = comm.n_abandoned
         totals = _part_of_totals(comm, part.weight, 1, reducer)
     else:

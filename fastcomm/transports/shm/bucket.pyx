@@ -4,7 +4,7 @@
 import torch
 
 from fastcomm.comm.collective import real_numel, used_values
-from fastcomm.comm.transport import ALL, BoundBucket, BucketWork
+from fastcomm.comm.transport import ALIKE, BoundBucket, BucketWork
 
 from libc.math cimport isnan
 from libc.stdint cimport uint32_t, uint64_t
@@ -101,7 +101,7 @@ cdef class ShmBucket(GatheringBucket):
         self.next = work
         return work
 
-    def launch(self, str op, list missing, uint64_t step=0, part=ALL):
+    def launch(self, str op, list missing, uint64_t step=0, part=ALIKE):
         cdef ShmWork work = self.next or self._next_work(0)
         cdef int kind = CALL_ALL_REDUCE if self.bounds is None else CALL_REDUCE_SCATTER_V
         cdef announcement d = announced(kind, bucket_op_code(op))

@@ -39,8 +39,7 @@ cdef class ShmCommunicator:
     """
 
     cdef readonly int rank, world_size, local_rank
-    cdef public object membership  # see Transport
-    cdef public bint is_joining
+    cdef public object membership, open_join  # see Transport
     cdef readonly object device, timeout
     cdef readonly tuple processes
     cdef object __weakref__
