@@ -28,7 +28,6 @@ LAYERS = (
 LAYER_OF = {unit: layer for layer, units in enumerate(LAYERS) for unit in units}
 # By module: what it uses of its own layer.
 NEIGHBOURS = {
-    "transports.group.hierarchical": {"transports.shm"},
     "__main__": {"__init__"},
 }
 

@@ -12,12 +12,13 @@ import os
 import warnings
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from fastcomm.comm.communicator import Communicator
+from fastcomm.comm.messages import Form
 from fastcomm.comm.transport import Transport
 from fastcomm.errors import InitError
 from fastcomm.launching import launchers
@@ -26,9 +27,8 @@ from fastcomm.launching.bootstrap import host_identity as _host_identity
 from fastcomm.launching.membership import Fixed, arrive
 from fastcomm.postmortem.dump import watch
 from fastcomm.postmortem.whereabouts import answer_questions
-from fastcomm.transports.group.communicator import GroupCommunicator
-from fastcomm.transports.group.exchange import Exchange
-from fastcomm.transports.group.hierarchical import HierarchicalCommunicator
+from fastcomm.transports.group.communicator import GroupCommunicator, HierarchicalCommunicator
+from fastcomm.transports.group.exchange import UNLIMITED, Exchange
 from fastcomm.transports.nccl.communicator import NcclCommunicator
 from fastcomm.transports.shm.communicator import ShmCommunicator
 from fastcomm.transports.shm.ring import MAX_RANKS
@@ -195,11 +195,27 @@ def _communicator(
                 "across hosts use 'hierarchical', or 'auto'"
             )
         return ShmCommunicator(*place, bootstrap, timeout)  # type: ignore[abstract]
-    if neighbours.backend == "hierarchical":
-        return HierarchicalCommunicator(*place, bootstrap, timeout, neighbours.hosts)
     # Also where ranks meet in a user's group: what else the user does with that is not disturbed.
-    exchange = Exchange(place[0], place[1])
-    return GroupCommunicator(*place, bootstrap, timeout, neighbours.ranks, exchange)
+    ranks = neighbours.ranks
+    if neighbours.backend == "group" or max(map(len, neighbours.hosts)) == 1:
+        exchange = Exchange(bootstrap.rank, [[rank] for rank in range(bootstrap.world_size)])
+    else:
+        here = ranks.index(bootstrap.rank), len(ranks), neighbours.local_rank
+        shm = ShmCommunicator(*here, _OneHost(bootstrap, ranks), UNLIMITED)  # type: ignore[abstract]
+        exchange = Exchange(bootstrap.rank, neighbours.hosts, shm)
+    of = GroupCommunicator if neighbours.backend == "group" else HierarchicalCommunicator
+    return of(*place, bootstrap, timeout, ranks, exchange)
+
+
+class _OneHost:
+    """A bootstrap for the ranks of one host, over the bootstrap of all ranks."""
+
+    def __init__(self, bootstrap: StoreBootstrap, ranks: Sequence[int]) -> None:
+        self._bootstrap, self._ranks = bootstrap, ranks
+
+    def exchange(self, value: Any, form: Form) -> list[Any]:
+        values = self._bootstrap.exchange(value, form)
+        return [values[rank] for rank in self._ranks]
 
 
 def warn_of_threads(comm: Transport, ranks: Sequence[int]) -> None:

@@ -6,8 +6,7 @@ from tests.mutations.mutation import Mutation
 
 QUEUE = "fastcomm/transports/group/work_queue.py"
 WORK = "fastcomm/transports/group/work.py"
-HIERARCHICAL = "fastcomm/transports/group/hierarchical.py"
-EXCHANGE = "fastcomm/transports/group/exchange.py"
+SHARDS = "fastcomm/transports/group/shards.pyx"
 WIRE = "fastcomm/transports/group/wire.pyx"
 BLOCKS = "kernels/wire/blocks.c"
 
@@ -38,10 +37,10 @@ MUTATIONS = (
     ),
     Mutation(
         name="group: a mean is scaled in the wire's dtype",
-        file=HIERARCHICAL,
-        within="HierarchicalExchange._steps_of_chunk",
-        old="part.to(sent_dtype)",
-        new="(part * self._world_size).to(sent_dtype) / self._world_size",
+        file=SHARDS,
+        within="Chunk.prepare",
+        old="self._part.mul_(1 / self._exchange.world_size)",
+        new="self._sent.copy_(self._part)\nself._sent.mul_(1 / self._exchange.world_size)\nreturn",
         tests=("tests/reducer/test_wires.py",),
     ),
     Mutation(
@@ -102,10 +101,10 @@ MUTATIONS = (
     ),
     Mutation(
         name="wire: the used mask is rounded beside the gradients",
-        file=EXCHANGE,
-        within="Exchange.coded_transfer_of",
-        old="flat[numel:]",
-        new="flat[numel:].clone()",
+        file=SHARDS,
+        within="CodedExchanges.__init__",
+        old="mask = flat[n:]",
+        new="mask = flat[n:].clone()",
         tests=(f"{WIRE_TESTS}the_used_mask_is_exact_beside_great_gradients",),
     ),
     Mutation(

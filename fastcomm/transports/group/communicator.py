@@ -51,7 +51,7 @@ from fastcomm.comm.who import processes_of
 from fastcomm.control.announcement import Call
 from fastcomm.transports.group.call import WITHOUT_DATA, as_bytes
 from fastcomm.transports.group.exchange import Exchange
-from fastcomm.transports.group.shards import Transfer
+from fastcomm.transports.group.shards import CodedExchanges, Transfer
 from fastcomm.transports.group.wire import Wire
 from fastcomm.transports.group.work import GroupBucket, GroupWork
 from fastcomm.transports.group.work_queue import WorkQueue
@@ -259,7 +259,7 @@ class GroupCommunicator(Transport):
         is_coded = wire_dtype in BLOCK_DTYPES or error_feedback
         if wire_dtype is not None and is_coded:
             wire = Wire(wire_dtype, error_feedback=error_feedback)
-            transfer = self._exchange.coded_transfer_of(flat, views, offsets, wire)
+            transfer: Transfer = CodedExchanges(self._exchange, flat, views, offsets, wire)
         else:
             transfer = self._exchange.transfer_of(flat, wire_dtype)
         sent_dtype = self._exchange.sent_dtype_of(flat.dtype, wire_dtype)
@@ -353,6 +353,12 @@ class GroupCommunicator(Transport):
         """Peers that still wait for this rank get PeerLostError."""
         self.end_channels(aborts=False)
         self._queue.close()
+
+
+class HierarchicalCommunicator(GroupCommunicator):
+    """One whose ranks reduce inside each host first, where hosts have several."""
+
+    backend = "hierarchical"
 
 
 def _is_dense_here(tensor: Tensor) -> bool:

@@ -2,12 +2,15 @@
 on the thread of its WorkQueue.
 
 Only bytes travel, in two exchanges: each rank sends every other one the shard that one reduces,
-then each rank sends its reduced shard to all; see shards.py. The arithmetic is done here, in rank
+then each rank sends its reduced shard to all; see shards.pyx. The arithmetic is done here, in rank
 order, so that the results have the same bits on all ranks, and 16-bit floats are added in float32
 and rounded once. The ranks announce each collective to each other over another group than that of
 the data, so that no announcement waits for data. Small tensors travel with the announcement: then
 there is no other exchange. All-reductions that wait behind one like them are announced with it, and
 fused with it, as far as all ranks have come to them.
+
+Over "hierarchical", ranks of one host reduce in shared memory first, so that every byte crosses a
+host's link once. All else goes between any two ranks, as over "group".
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ import ctypes
 import functools
 import itertools
 import os
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -28,31 +32,29 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
-from fastcomm.comm.collective import BLOCK_DTYPES, as_pairs
+from fastcomm.comm.collective import BLOCK_DTYPES, HALVES
+from fastcomm.comm.communicator import Communicator
 from fastcomm.comm.deadline import Deadline, running_s
 from fastcomm.comm.words import waited
 from fastcomm.control.announcement import Call
-from fastcomm.errors import InitError
+from fastcomm.errors import FastcommError, InitError, PeerLostError
 from fastcomm.postmortem.script_end import start_thread
 from fastcomm.transports.group.call import GatheredCalls, as_bytes, reduce_rows, with_one_nan
+from fastcomm.transports.group.layout import Layout
 from fastcomm.transports.group.shards import (
     CHUNK_NBYTES,
-    PAYLOAD_NBYTES,
     Announcer,
-    CastTransfer,
-    CodedTransfer,
+    CodedExchanges,
     FusedTransfer,
     GroupPair,
-    ShardTransfer,
     Transfer,
-    chunks_of,
-    coded_spans,
+    TwoExchanges,
     tag_of,
 )
 from fastcomm.transports.group.wire import Wire
 
 # All-reductions that wait are fused if each is so small that its calls cost more than a copy. They
-# are fused up to here: several of hierarchical's chunks, so that one travels while another is
+# are fused up to here: several chunks, so that one travels while another is
 # reduced.
 FUSABLE_NBYTES = 2**19
 FUSED_NBYTES = 16 * 2**20
@@ -72,14 +74,21 @@ _kept: list[Any] = []  # the groups of a forked child's parent
 class Exchange:
     """Has no connections before `connect`. Errors are torch's RuntimeError.
 
+    hosts: the ranks of each host, ascending. Over "group" each rank counts as one.
+    shm: of the ranks of this host. None if no host has two ranks.
     moved_at: when an exchange last ended. Deadlines count from there.
     """
 
-    def __init__(self, rank: int, world_size: int) -> None:
+    def __init__(
+        self, rank: int, hosts: Sequence[Sequence[int]], shm: Communicator | None = None
+    ) -> None:
+        self.rank, self.world_size = rank, sum(map(len, hosts))
+        self.layout = Layout(hosts, rank)
         self.group: Any = None
-        self.announcer = Announcer(world_size)
+        self.announcer = Announcer(self.world_size)
         self._own_groups: list[Any] = []
-        self._rank, self._world_size = rank, world_size
+        self._shm = shm
+        self._shm_turn = threading.Lock()  # the thread and comm.empty take turns
         self.moved_at = 0.0
         _exchanges.add(self)
 
@@ -95,7 +104,7 @@ class Exchange:
         def make() -> None:
             try:
                 for name in ("announcements", "up", "down"):
-                    place = PrefixStore(name, store), self._rank, self._world_size
+                    place = PrefixStore(name, store), self.rank, self.world_size
                     self._own_groups.append(dist.ProcessGroupGloo(*place, UNLIMITED))
             except RuntimeError as error:
                 trouble.append(error)
@@ -112,17 +121,19 @@ class Exchange:
             making.join(_LOOK_S)
         if trouble:
             raise InitError(
-                f"rank {self._rank} cannot connect to its peers over Gloo: {trouble[0]}. "
+                f"rank {self.rank} cannot connect to its peers over Gloo: {trouble[0]}. "
                 "Can the hosts reach each other? GLOO_SOCKET_IFNAME names the network interface "
                 "to use"
             ) from trouble[0]
         self.announcer.group, up, down = self._own_groups
-        self.group = GroupPair(self._rank, up, down)
+        self.group = GroupPair(self.rank, up, down)
 
     def interrupt(self) -> None:
         """Ends the wait of the thread that is inside: when a receive times out, Gloo closes all
         connections of the group.
         """
+        if self._shm is not None:
+            self._shm.abort()
         for receive in self._receives_of_nothing():
             with contextlib.suppress(RuntimeError):
                 receive().wait(timedelta(milliseconds=1))
@@ -137,7 +148,7 @@ class Exchange:
 
     def _receives_of_nothing(self) -> Iterator[Callable[[], Any]]:
         """Functions that begin to receive what nobody sends, over each connection."""
-        others = [rank for rank in range(self._world_size) if rank != self._rank]
+        others = [rank for rank in range(self.world_size) if rank != self.rank]
         for group, rank in itertools.product(self._own_groups, others):
             never = torch.empty(1, dtype=torch.float32, device="cpu")
             yield functools.partial(group.recv, [never], rank, _NEVER_SENT)
@@ -156,50 +167,37 @@ class Exchange:
                 time.sleep(0.01)
         self.group = self.announcer.group = None
         self._own_groups = []
+        if self._shm is not None:
+            self._shm.close()
 
     # Called by the caller's thread, too.
 
+    @property
+    def in_hosts(self) -> bool:
+        """Whether ranks of a host reduce first."""
+        return self._shm is not None
+
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Ordinary memory: nothing is reached without a copy."""
-        return torch.empty(numel, dtype=dtype, device="cpu")
+        """Returns a tensor in shared memory where there is some. Else nothing is reached without a
+        copy.
+        """
+        if self._shm is None:
+            return torch.empty(numel, dtype=dtype, device="cpu")
+        with self._shm_turn:
+            return self._shm.empty(numel, dtype=dtype)
 
     def sent_dtype_of(self, dtype: torch.dtype, wire_dtype: torch.dtype | None) -> torch.dtype:
-        """The dtype in which a bucket is sent. wire_dtype: None if none was chosen."""
-        return wire_dtype or dtype
+        """The dtype in which a tensor travels. Where ranks of a host reduce first, halves are added
+        in float32. wire_dtype: None if none was chosen.
+        """
+        return wire_dtype or (torch.float32 if self.in_hosts and dtype in HALVES else dtype)
 
     def transfer_of(self, flat: Tensor, wire_dtype: torch.dtype | None) -> Transfer:
         """Returns the transfer of an all-reduce. wire_dtype: None if none was chosen."""
-        if wire_dtype is not None and wire_dtype != flat.dtype:
-            with torch.inference_mode(False):  # buckets may be made under it
-                wire = torch.zeros(flat.numel(), dtype=wire_dtype, device="cpu")
-            return CastTransfer(flat, wire, self.transfer_of(wire, None), self._rank)
-        if flat.nbytes <= SMALL_NBYTES:
+        dtype = self.sent_dtype_of(flat.dtype, wire_dtype)
+        if not self.in_hosts and dtype == flat.dtype and flat.nbytes <= SMALL_NBYTES:
             return Transfer(functools.partial(self.all_reduce, flat))
-        return self._shard_transfer(chunks_of(flat, self._world_size))
-
-    def _shard_transfer(self, chunks: Sequence[Sequence[Tensor]]) -> ShardTransfer:
-        return ShardTransfer(self._rank, self._world_size, chunks, self.group, self._wait)
-
-    def coded_transfer_of(
-        self, flat: Tensor, views: Sequence[Tensor], offsets: Sequence[int], wire: Wire
-    ) -> Transfer:
-        """Returns the transfer of a bucket whose gradients a wire carries. The used mask is
-        reduced by itself: the payloads are of that.
-        """
-        numel = flat.numel() - len(views)
-        mask = flat[numel:]
-        return CodedTransfer(
-            self._rank,
-            self._world_size,
-            flat,
-            numel,
-            gaps_of(numel, views, offsets),
-            wire,
-            self.group,
-            self._wait,
-            lambda op, rows, factors: self.all_reduce(mask, op, rows, factors),
-            mask.nbytes <= PAYLOAD_NBYTES,
-        )
+        return TwoExchanges(self, flat, dtype)
 
     def drain(self, gathered: GatheredCalls) -> None:
         """Ends what ranks have begun to send for calls that do not go together, so that nothing
@@ -208,13 +206,23 @@ class Exchange:
         calls, own = gathered.calls, gathered.begun
         tags = [tag_of(gathered.index, call) for call in calls]
         for rank, (call, has_begun) in enumerate(zip(calls, gathered.have_begun, strict=True)):
-            is_met = own is not None and call.shard_key == calls[self._rank].shard_key
-            if rank != self._rank and has_begun and not is_met:
-                unwanted = self._shard_transfer(_chunks_like(call, self._world_size))
-                unwanted.send(tags[rank], [rank])
+            is_met = own is not None and call.shard_key == calls[self.rank].shard_key
+            if rank != self.rank and has_begun and not is_met:
+                unwanted = self._transfer_like(call)
+                unwanted.begin(tags[rank], to=rank)
                 unwanted.drain()
         if own is not None:
             own.drain()
+
+    def _transfer_like(self, call: Call) -> TwoExchanges:
+        """A meaningless one, of the sizes that another rank has begun to send for the call. Each
+        rank counts as a host.
+        """
+        if call.wire not in BLOCK_DTYPES:
+            zeros = torch.zeros(call.numel, dtype=call.wire, device="cpu")
+            return TwoExchanges(self, zeros, call.wire)
+        zeros = torch.zeros(call.numel, dtype=torch.float32, device="cpu")
+        return CodedExchanges(self, zeros, [], [], Wire(call.wire, error_feedback=False))
 
     def fused_transfer_of(self, flats: Sequence[Tensor]) -> FusedTransfer:
         """Returns the transfer that reduces several tensors as one."""
@@ -234,7 +242,7 @@ class Exchange:
     ) -> None:
         """Of a small tensor: each rank gets everything, and computes it for itself."""
         if rows is None:
-            rows = flat.new_empty(self._world_size, flat.numel())
+            rows = flat.new_empty(self.world_size, flat.numel())
             self.all_gather(rows, flat)
         flat.copy_(with_one_nan(reduce_rows(rows, op, factors)))
 
@@ -247,14 +255,13 @@ class Exchange:
         factors: Sequence[float] | None = None,
     ) -> None:
         if rows is not None:
-            mine = rows.view(self._world_size, self._world_size, part.numel())[:, self._rank]
+            mine = rows.view(self.world_size, self.world_size, part.numel())[:, self.rank]
             part.copy_(reduce_rows(mine, op))
             return
         for some, columns in self._chunks(part, whole):
-            outgoing = columns.contiguous()
-            incoming = torch.empty_like(outgoing)
-            incoming[self._rank] = outgoing[self._rank]
-            self._swap(incoming, outgoing)
+            incoming = columns.new_empty(columns.shape)
+            incoming[self.rank] = columns[self.rank]
+            self._swap(incoming, columns)
             some.copy_(reduce_rows(incoming, op, factors))
 
     def all_gather(self, whole: Tensor, part: Tensor, rows: Tensor | None = None) -> None:
@@ -262,32 +269,29 @@ class Exchange:
             whole.copy_(rows.view(-1))
             return
         for some, columns in self._chunks(part, whole):
-            incoming = columns if columns.is_contiguous() else part.new_empty(columns.shape)
-            incoming[self._rank] = some
-            self._swap(incoming, some.expand(self._world_size, -1))
-            if incoming is not columns:
-                columns.copy_(incoming)
+            columns[self.rank] = some
+            self._swap(columns, some.expand(self.world_size, -1))
 
     def broadcast(self, flat: Tensor, src: int, rows: Tensor | None = None) -> None:
         if rows is not None:
-            if src != self._rank:
+            if src != self.rank:
                 flat.copy_(rows[src])
             return
         options = dist.BroadcastOptions()
         options.rootRank = src
         for chunk in as_bytes(flat).split(CHUNK_NBYTES):
             if chunk.numel():
-                self._wait(self.group.broadcast([chunk], options))
+                self.wait(self.group.broadcast([chunk], options))
 
     def swap_parts(self, received: Sequence[Tensor], sent: Sequence[Tensor]) -> None:
         """Sends every rank a tensor, and receives one from each, which may be empty."""
-        received[self._rank].copy_(sent[self._rank])
+        received[self.rank].copy_(sent[self.rank])
         self._swap(received, sent)
 
     def _chunks(self, part: Tensor, whole: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Pieces of a part, each with its columns of `whole`, where every rank's part is a row."""
-        n = max(1, CHUNK_NBYTES // part.element_size() // self._world_size)
-        rows = whole.view(self._world_size, part.numel())
+        n = max(1, CHUNK_NBYTES // part.element_size() // self.world_size)
+        rows = whole.view(self.world_size, part.numel())
         for begin in range(0, part.numel(), n):
             yield part[begin : begin + n], rows[:, begin : begin + n]
 
@@ -295,7 +299,7 @@ class Exchange:
         self, incoming: Tensor | Sequence[Tensor], outgoing: Tensor | Sequence[Tensor]
     ) -> None:
         """Sends every other rank its row, and receives theirs."""
-        others = [(self._rank + i) % self._world_size for i in range(1, self._world_size)]
+        others = [(self.rank + i) % self.world_size for i in range(1, self.world_size)]
         works = [
             self.group.recv([chunk], rank, _SWAPPED)
             for rank in others
@@ -307,10 +311,21 @@ class Exchange:
             for chunk in _chunks_of(outgoing[rank])
         ]
         for work in works:
-            self._wait(work)
+            self.wait(work)
 
-    def _wait(self, work: Any) -> None:
+    def wait(self, work: Any) -> None:
         work.wait()
+        self.moved_at = running_s()
+
+    def in_host(self, collective: str, *arguments: object) -> None:
+        """Runs a collective of this host's ranks, in shared memory."""
+        try:
+            with self._shm_turn:
+                getattr(self._shm, collective)(*arguments)
+        except FastcommError as error:  # numbers the ranks of this host only
+            lost = [self.layout.neighbours[rank] for rank in getattr(error, "ranks", ())]
+            where = f"among the ranks of host {self.layout.place}"
+            raise PeerLostError(f"{where}: {error}", lost) from error
         self.moved_at = running_s()
 
 
@@ -326,20 +341,3 @@ def _keep_groups() -> None:
 
 
 os.register_at_fork(after_in_child=_keep_groups)
-
-
-def _chunks_like(call: Call, world_size: int) -> list[Sequence[Tensor]]:
-    """Meaningless chunks, of the sizes that this call sends."""
-    if call.wire not in BLOCK_DTYPES:
-        return chunks_of(torch.zeros(call.numel, dtype=call.wire, device="cpu"), world_size)
-    wire = Wire(call.wire, error_feedback=False)
-    return [list(wire.rows_for(world_size, n)) for _, n in coded_spans(call.numel, world_size)]
-
-
-def gaps_of(numel: int, views: Sequence[Tensor], offsets: Sequence[int]) -> Tensor:
-    """The elements of a flat buffer that are in no view."""
-    with torch.inference_mode(False):  # buckets may be made under it
-        is_gap = torch.ones(numel, dtype=torch.bool, device="cpu")
-        for view, offset in zip(map(as_pairs, views), offsets, strict=True):
-            is_gap.as_strided(view.size(), view.stride(), offset).fill_(False)
-        return is_gap.nonzero().view(-1)

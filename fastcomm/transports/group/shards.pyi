@@ -1,6 +1,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fastcomm.control.announcement import Call
@@ -8,6 +9,7 @@ from fastcomm.transports.group.call import GatheredCalls
 from fastcomm.transports.group.wire import Wire
 
 CHUNK_NBYTES: int
+AHEAD: int
 PAYLOAD_NBYTES: int
 MOST_FUSED: int
 
@@ -41,38 +43,22 @@ class Transfer:
     ) -> Iterator[None]: ...
     def drain(self) -> None: ...
 
-class CastTransfer(Transfer):
-    def __init__(self, flat: Tensor, wire: Tensor, inner: Transfer, rank: int) -> None: ...
-
 class FusedTransfer(Transfer):
     fused: Tensor
     def __init__(self, flats: Sequence[Tensor], fused: Tensor, inner: Transfer) -> None: ...
 
-def chunks_of(flat: Tensor, world_size: int) -> list[Sequence[Tensor]]: ...
-def coded_spans(numel: int, world_size: int) -> list[tuple[int, int]]: ...
-
-class ShardTransfer(Transfer):
+class TwoExchanges(Transfer):
     def __init__(
-        self,
-        rank: int,
-        world_size: int,
-        chunks: Sequence[Sequence[Tensor]],
-        group: Any,
-        wait: Callable[[Any], None],
+        self, exchange: Any, flat: Tensor, dtype: torch.dtype, numel: int | None = None
     ) -> None: ...
-    def send(self, tag: int, peers: Sequence[int]) -> None: ...
+    def begin(self, tag: int, to: int | None = None) -> None: ...
 
-class CodedTransfer(ShardTransfer):
+class CodedExchanges(TwoExchanges):
     def __init__(
         self,
-        rank: int,
-        world_size: int,
+        exchange: Any,
         flat: Tensor,
-        numel: int,
-        gaps: Tensor,
+        views: Sequence[Tensor],
+        offsets: Sequence[int],
         wire: Wire,
-        group: Any,
-        wait: Callable[[Any], None],
-        reduce_mask: Callable[[str, Tensor | None, Sequence[float] | None], None],
-        begins_ahead: bool,
     ) -> None: ...

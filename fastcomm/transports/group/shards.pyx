@@ -1,22 +1,26 @@
 # cython: language_level=3
 """What a rank sends before the others have come: its announcement of a collective, and the shards
-that they reduce.
-
-A tensor is reduced in two exchanges. Each rank sends every other one the shard that one reduces,
-then its own reduced shard to all. The first begins as soon as the tensor is ready: the others
-receive once they are there. In chunks, so that one is reduced while others travel.
+that they reduce. And what becomes of these.
 
 Compiled, so that no signal handler runs between two statements: what a rank has sent half, the
 others would wait for.
 """
 
 import collections
+import itertools
 import struct
 import zlib
 
 import torch
 
-from fastcomm.comm.collective import CPU_DTYPES, OPS, WEIGHTED_OPS
+from fastcomm.comm.collective import (
+    CPU_DTYPES,
+    OPS,
+    WEIGHTED_OPS,
+    addends_of_mean,
+    as_pairs,
+    mean_of_addends,
+)
 from fastcomm.control.announcement import Call
 from fastcomm.errors import FastcommError
 from fastcomm.transports.group.call import GatheredCalls, cast, reduce_rows
@@ -36,7 +40,12 @@ cdef extern from "shm/reduce.c":
                              const double *factors, int n_inputs, void *const *outputs,
                              int n_outputs) nogil
 
-CHUNK_NBYTES = 4 * 2**20  # of all ranks' shards
+# Large enough that a chunk takes much longer on a fast network (10 Gbit/s: 3 ms) than the calls
+# that move it, small enough that filling and draining a pipeline costs little.
+CHUNK_NBYTES = 4 * 2**20
+# How many chunks are sent before the first of them is waited for, where hosts have several ranks:
+# the network has work while ranks are late.
+AHEAD = 2
 # largest payload that travels with the announcement: delays its packet hardly at all
 PAYLOAD_NBYTES = 1024
 # A frame: the packed call, how many calls wait behind it, whether this rank has begun to send its
@@ -215,35 +224,12 @@ class Transfer:
     def drain(self):
         """In place of steps(): waits for what begin() has begun, so that nothing is left behind."""
 
-
-class CastTransfer(Transfer):
-    """Reduces a copy in another dtype. rank: whose factor is applied before the copy, if the ranks
-    have weights: the range of its dtype may be small.
-    """
-
-    def __init__(self, flat, wire, inner, rank):
-        self._flat, self._wire, self._inner, self._rank = flat, wire, inner, rank
-
-    def can_begin(self, op):
-        return op not in WEIGHTED_OPS.values() and self._inner.can_begin(op)
-
-    def prepare(self, op, factors=None):
-        if op in WEIGHTED_OPS.values():
-            torch.mul(self._flat, factors[self._rank], out=self._wire)
-        else:
-            self._wire.copy_(self._flat)
-
-    def begin(self, tag):
-        self._inner.begin(tag)
-
-    def steps(self, op, payloads, factors):
-        if op in WEIGHTED_OPS.values():
-            op, factors = "sum", None
-        yield from self._inner.steps(op, payloads, factors)
-        cast(self._wire, self._flat)
-
-    def drain(self):
-        self._inner.drain()
+    def run(self, tag, op, payloads, factors):
+        """All of it, in one step."""
+        self.prepare(op, factors)
+        self.begin(tag)
+        for _ in self.steps(op, payloads, factors):
+            pass
 
 
 class FusedTransfer(Transfer):
@@ -262,152 +248,315 @@ class FusedTransfer(Transfer):
             flat.copy_(part)
 
 
-def chunks_of(flat, world_size):
-    """Every rank's shard of each chunk of the tensor."""
-    numel = max(world_size, CHUNK_NBYTES // flat.element_size())
-    return [chunk.tensor_split(world_size) for chunk in flat.split(numel)]
+class TwoExchanges(Transfer):
+    """Reduces a tensor between hosts, in chunks, so that one is reduced while others travel.
 
+    Where each host has one rank, begin() sends all chunks: the others receive once they are there.
+    Their memory is kept for the next time.
 
-class ShardTransfer(Transfer):
-    """chunks: every rank's shard of each. group, wait: of the Exchange. Keeps memory for the other
-    ranks' shards.
+    Where ranks of a host reduce first, they wait for each other. So all of them must come to the
+    same transfer next: nothing begins before all ranks have announced it, and it has one step, as
+    the thread chooses the next step by what has come here. The memory is of a few chunks.
+
+    dtype: in which the tensor travels.
     """
 
-    def __init__(self, rank, world_size, chunks, group, wait):
-        self._rank, self._group, self._wait = rank, group, wait
-        # Each begins with another peer, so that not all send to one.
-        self._peers = [(rank + i) % world_size for i in range(1, world_size)]
-        self._chunks = chunks
-        with torch.inference_mode(False):  # buckets may be made under it
-            self._rows = [
-                [
-                    shards[rank] if r == rank else torch.empty_like(shards[rank], device="cpu")
-                    for r in range(world_size)
-                ]
-                for shards in self._chunks
-            ]
+    def __init__(self, exchange, flat, dtype, numel=None):
+        """numel: by which it is cut into chunks, if it is not all that its call announces."""
+        self._exchange, self._flat, self._dtype = exchange, flat, dtype
+        self._numel = flat.numel() if numel is None else numel
         self._tag = 0
-        self._receives = []  # by chunk
-        self._sends = []
+        self._chunks = [] if exchange.in_hosts else list(self._all_chunks())
+
+    def _all_chunks(self):
+        """Others, too, know from the announcement how the tensor is cut."""
+        quantum = self._quantum()
+        longest = max(1, CHUNK_NBYTES // self._dtype.itemsize // quantum) * quantum
+        for begin in range(0, self._numel, longest):
+            numel = min(longest, -(-(self._numel - begin) // quantum) * quantum)
+            yield self._chunk_of(begin, numel)
+
+    def _quantum(self):
+        """Chunks are padded to a multiple of it."""
+        return self._exchange.layout.n_units
+
+    def _chunk_of(self, begin, numel):
+        return Chunk(self._exchange, self._flat[begin:begin + numel], numel, self._dtype)
+
+    def _scales(self, op):
+        """Whether each rank multiplies by its factor before it sends, as the range of another dtype
+        may be small. Else those who add do so.
+        """
+        return self._dtype != self._flat.dtype and op in WEIGHTED_OPS.values()
 
     def can_begin(self, op):
-        return True
+        return not self._exchange.in_hosts and not self._scales(op)
 
-    def begin(self, tag):
-        self.send(tag, self._peers)
+    def prepare(self, op, factors=None):
+        factor = factors[self._exchange.rank] if self._scales(op) else None
+        for chunk in self._chunks:
+            chunk.prepare("sum", factor)
 
-    def send(self, tag, peers):
-        """Begins the first exchange with these ranks."""
-        recv, send = self._group.recv, self._group.send
+    def begin(self, tag, to=None):
+        """to: the only host to exchange with."""
         self._tag = tag
-        self._receives = [[recv([rows[r]], r, tag) for r in peers] for rows in self._rows]
-        self._sends = [send([shards[r]], r, tag) for shards in self._chunks for r in peers]
-
-    def _reduce_chunk(self, index, op, factors):
-        """Reduces what the ranks have sent of a chunk into this rank's shard."""
-        _reduce_into(self._chunks[index][self._rank], self._rows[index], op, factors)
+        for chunk in self._chunks:
+            chunk.send(tag, to)
 
     def steps(self, op, payloads, factors):
         """The first step ends the first exchange, the second one the other."""
-        recv, send, tag = self._group.recv, self._group.send, self._tag + 1
-        # A shard comes back only when its rank has all that was sent there.
-        results = [recv([shards[r]], r, tag) for shards in self._chunks for r in self._peers]
-        for index, (shards, coming) in enumerate(zip(self._chunks, self._receives, strict=True)):
-            for work in coming:
-                self._wait(work)
-            self._reduce_chunk(index, op, factors)
-            self._sends += [send([shards[self._rank]], r, tag) for r in self._peers]
-        self._receives = []
-        yield
-        for work in results:
-            self._wait(work)
-        self.drain()
+        if payloads is not None:
+            self._exchange.all_reduce(self._flat, op, payloads, factors)
+        elif self._exchange.in_hosts:
+            self._reduce_in_hosts(op, factors)
+        else:
+            if self._scales(op):
+                op, factors = "sum", None
+            for chunk in self._chunks:
+                chunk.reduce(self._tag + 1, op, factors)
+            yield
+            for chunk in self._chunks:
+                chunk.finish()
 
     def drain(self):
-        for works in self._receives:
-            for work in works:
-                self._wait(work)
-        for work in self._sends:
-            self._wait(work)
-        self._receives, self._sends = [], []
+        for chunk in self._chunks:
+            chunk.drain()
+
+    def _reduce_in_hosts(self, op, factors):
+        """Each rank multiplies by its factor before anything is added."""
+        exchange, flat = self._exchange, self._flat
+        factor = None if factors is None else factors[exchange.rank]
+        op = op if factor is None else "sum"
+        if exchange.layout.n_hosts == 1:
+            for piece in flat.split(CHUNK_NBYTES // flat.element_size()):
+                self._reduce_in_one_host(piece, op, factor)
+        elif op == "mean" and not flat.dtype.is_floating_point:  # of sums that do not wrap around
+            sums = addends_of_mean(flat, exchange.world_size)
+            TwoExchanges(exchange, sums.view(-1), sums.dtype).run(self._tag, "sum", None, None)
+            flat.copy_(mean_of_addends(sums, exchange.world_size))
+        else:
+            self._run_pipeline(op, factor)
+
+    def _reduce_in_one_host(self, piece, op, factor):
+        exchange, whole = self._exchange, piece
+        if factor is not None:
+            wide = exchange.sent_dtype_of(piece.dtype, None)
+            whole = exchange.empty(piece.numel(), wide).copy_(piece).mul_(factor)
+        exchange.in_host("all_reduce", whole, op)
+        if whole is not piece:
+            cast(whole, piece)
+
+    def _run_pipeline(self, op, factor):
+        """Takes chunks through both exchanges, several at a time: the newest first, so that the
+        network has something to carry while older ones are reduced.
+        """
+        in_flight = collections.deque([None] * (2 * AHEAD), maxlen=2 * AHEAD + 1)
+        for newest in itertools.chain(self._all_chunks(), [None] * (2 * AHEAD)):
+            in_flight.append(newest)  # drops the oldest, which is done
+            if newest is not None:
+                newest.prepare(op, factor)
+                newest.send(self._tag)
+            if in_flight[AHEAD] is not None:
+                in_flight[AHEAD].reduce(self._tag + 1, "sum" if op == "mean" else op, None)
+            if in_flight[0] is not None:
+                in_flight[0].finish()
 
 
-def coded_spans(numel, world_size):
-    """Cuts so many elements into chunks of a row for each rank, for a wire. Returns where each
-    chunk begins, and how long its rows are: of whole blocks, so that the last ones are padded.
+class Chunk:
+    """Reduces a piece of a tensor between hosts in two exchanges: a rank sends every other host the
+    shard that is reduced there, then its own reduced shard to all. Where hosts have several ranks,
+    a reduce-scatter in the host comes before these, and an all-gather behind them.
+
+    Of these several may be the same memory:
+        piece, then whole: padded so that the host's ranks have equal parts; in the host in float32
+            for halves, so that nothing is rounded there.
+        part: this rank's of the whole.
+        sent, in the dtype in which it travels, then result.
     """
-    longest = max(1, CHUNK_NBYTES // 4 // world_size // BLOCK) * BLOCK
-    return [
-        (begin, min(longest, -(-(numel - begin) // (BLOCK * world_size)) * BLOCK))
-        for begin in range(0, numel, longest * world_size)
-    ]
+
+    def __init__(self, exchange, piece, numel, dtype):
+        """numel: with the padding."""
+        self._exchange, self._layout, self._piece = exchange, exchange.layout, piece
+        self._group, self._own = exchange.group, exchange.layout.place
+        self._receives, self._results, self._sends = [], [], []
+        self._whole, wide = piece, exchange.sent_dtype_of(piece.dtype, None)
+        n_local = len(self._layout.neighbours)
+        with torch.inference_mode(False):  # buckets may be made under it
+            if numel > piece.numel() or wide != piece.dtype:
+                self._whole = exchange.empty(numel, wide)
+            self._part = self._whole
+            if n_local > 1:
+                self._part = exchange.empty(numel // n_local, wide)
+            self._sent = self._part
+            if dtype != wide:
+                self._sent = torch.empty_like(self._part, dtype=dtype)
+            self._lay_out()
+
+    def _lay_out(self):
+        """Makes lists by segment and host: `shards`, to be sent; `received`, which others have of
+        this rank's shard; `reduced`, of the result.
+        """
+        self._shards = self._shards_of(self._sent)
+        self._result, self._reduced = self._sent, self._shards
+        # One rank rounds to the piece's dtype for all, unless what travels cannot hold that.
+        rounded = self._piece.dtype
+        if rounded != self._sent.dtype == torch.promote_types(rounded, self._sent.dtype):
+            self._result = self._exchange.empty(self._sent.numel(), rounded)
+            self._reduced = self._shards_of(self._result)
+        self._received = []
+        for shards in self._shards:
+            own = shards[self._own]
+            self._received.append([own if one is own else torch.empty_like(own) for one in shards])
+
+    def _shards_of(self, part):
+        return [one.tensor_split(self._layout.n_hosts) for one in self._layout.cut(part)]
+
+    def prepare(self, op, factor):
+        """op: in the host. factor: of this rank's piece, or None."""
+        n = self._piece.numel()
+        if self._whole is not self._piece:
+            self._whole[:n] = self._piece
+            self._whole[n:] = 0
+        if factor is not None:
+            self._whole.mul_(factor)
+        if self._part is not self._whole:
+            in_host = "sum" if op == "mean" else op
+            self._exchange.in_host("reduce_scatter_single", self._part, self._whole, in_host)
+        if op == "mean":  # over all ranks, and before the wire, whose range may be small
+            self._part.mul_(1 / self._exchange.world_size)
+        if self._sent is not self._part:
+            self._sent.copy_(self._part)
+
+    def send(self, tag, to=None):
+        """Begins the first exchange. to: the only host to exchange with."""
+        peers = [peer for peer in self._layout.peers if to is None or peer[1] == to]
+        self._receives = [self._group.recv([self._received[i][h]], r, tag) for i, h, r in peers]
+        self._sends = [self._group.send([self._shards[i][h]], r, tag) for i, h, r in peers]
+
+    def reduce(self, tag, op, factors):
+        """Ends the first exchange, and begins the second one."""
+        own, peers = self._own, self._layout.peers
+        # A shard comes back only when its rank has all that was sent there.
+        self._results = [self._group.recv([self._reduced[i][h]], r, tag) for i, h, r in peers]
+        self._wait_for_all(self._receives)
+        for i in range(len(self._shards)):
+            self._reduce_shard(i, op, factors)
+        self._sends += [self._group.send([self._reduced[i][own]], r, tag) for i, _, r in peers]
+
+    def _reduce_shard(self, i, op, factors):
+        """Reduces what the hosts have of this rank's shard of a segment."""
+        shard = self._shards[i][self._own]
+        _reduce_into(shard, self._received[i], op, factors)
+        if self._result is not self._sent:
+            cast(shard, self._reduced[i][self._own])
+
+    def finish(self):
+        self._wait_for_all(self._results)
+        self.drain()
+        self._read_result()
+        result, piece, empty = self._result, self._piece, self._exchange.empty
+        if self._part is not self._whole:  # join the results of the host's ranks
+            if result.dtype != piece.dtype:
+                result = cast(result, empty(result.numel(), piece.dtype))
+            is_padded = self._whole.numel() > piece.numel()
+            whole = empty(self._whole.numel(), piece.dtype) if is_padded else piece
+            self._exchange.in_host("all_gather_single", whole, result)
+            result = whole
+        if result is not piece:
+            cast(result[:piece.numel()], piece)
+
+    def _read_result(self):
+        """Makes `result` of what has come."""
+
+    def drain(self):
+        self._wait_for_all(self._receives)
+        self._wait_for_all(self._sends)
+
+    def _wait_for_all(self, works):
+        for work in works:
+            self._exchange.wait(work)
+        works.clear()
 
 
-class CodedTransfer(ShardTransfer):
-    """Reduces the gradients of a bucket by the bytes that a wire makes of them. Each rank decodes
-    the others' values of its shard, adds in float32, and encodes the result for all, itself
-    included.
+class CodedExchanges(TwoExchanges):
+    """Reduces the gradients of a bucket by the bytes that a wire makes of them: see CodedChunk.
 
-    gaps: the elements that are in no gradient, which stay 0: a NaN of their block's would spoil its
-        scale in every later round.
-    reduce_mask: reduces the used mask, which is behind the gradients and which no rounding may
-        change. May block: all ranks call it in the order of announcements.
-    begins_ahead: whether all that the mask needs comes with the announcement.
+    The used mask is behind the gradients, and no rounding may change it: it travels apart. The
+    payloads are of that. views, offsets: see bind_bucket. What lies between them stays 0: a NaN of
+    their block's would spoil its scale in every later round.
     """
 
-    def __init__(self, rank, world_size, flat, numel, gaps, wire, group, wait, reduce_mask,
-                 begins_ahead):
-        """numel: of the gradients."""
-        self._spans = coded_spans(flat.numel(), world_size)
-        chunks = [list(wire.rows_for(world_size, n)) for _, n in self._spans]
-        super().__init__(rank, world_size, chunks, group, wait)
-        self._world_size, self._wire, self._gaps = world_size, wire, gaps
-        self._gradients, self._reduce_mask = flat[:numel], reduce_mask
-        # Else a round that is dropped would already have changed the residuals.
-        self._begins_ahead = begins_ahead and not wire.feeds_back
-        self._values = {}  # by chunk, in rows: the gradients themselves, or a copy
+    def __init__(self, exchange, flat, views, offsets, wire):
+        n = flat.numel() - len(views)
+        mask = flat[n:]
+        self._wire, self._gaps = wire, _gaps_of(n, views, offsets)
+        self._mask = exchange.transfer_of(mask, None)
+        # Else a round that is dropped would already have changed the residuals, and the mask would
+        # come behind the gradients.
+        self._begins_ahead = not wire.feeds_back and mask.nbytes <= PAYLOAD_NBYTES
+        # Others, who may have to drain it, do not know how long the mask is.
+        numel = n if exchange.in_hosts else flat.numel()
+        TwoExchanges.__init__(self, exchange, flat[:n], torch.float32, numel)
+
+    def _quantum(self):
+        return self._exchange.layout.n_units * self._exchange.layout.n_hosts * BLOCK
+
+    def _chunk_of(self, begin, numel):
+        piece = self._flat[begin:begin + numel]
+        return CodedChunk(self._exchange, piece, numel, self._wire, begin)
+
+    def _scales(self, op):
+        return False
 
     def can_begin(self, op):
-        return self._begins_ahead
-
-    def prepare(self, op, factors=None):
-        for index, shards in enumerate(self._chunks):
-            piece, shape = self._gradients_of(index)
-            if self._is_whole(piece, shape):
-                values = piece.view(shape)
-            else:
-                values = torch.zeros(shape, dtype=torch.float32, device="cpu")
-                values.view(-1)[:piece.numel()] = piece
-            self._values[index] = values
-            for r in self._peers:
-                self._wire.encode((index, r), values[r], shards[r])
-
-    def _reduce_chunk(self, index, op, factors):
-        coded, values = self._rows[index], self._values[index]
-        reduced = self._wire.reduce(coded, values, self._rank, op, factors)
-        self._wire.encode((index, "result"), reduced, self._chunks[index][self._rank])
+        return self._begins_ahead and TwoExchanges.can_begin(self, op)
 
     def steps(self, op, payloads, factors):
-        self._reduce_mask(op, payloads, factors)
-        yield from ShardTransfer.steps(self, op, None, factors)
-        for index, shards in enumerate(self._chunks):
-            values = self._values.pop(index)
-            for coded, row in zip(shards, values, strict=True):
+        self._mask.run(self._tag, op, payloads, factors)
+        yield from TwoExchanges.steps(self, op, None, factors)
+        self._flat.index_fill_(0, self._gaps, 0)
+
+
+class CodedChunk(Chunk):
+    """What travels are bytes, which a wire makes of float32. Each rank decodes the others' versions
+    of its shard, adds in float32, and encodes the result for all, itself included. In a host
+    nothing is encoded. begin: where the piece begins in its bucket.
+    """
+
+    def __init__(self, exchange, piece, numel, wire, begin):
+        self._wire, self._begin = wire, begin
+        Chunk.__init__(self, exchange, piece, numel, torch.float32)
+
+    def _lay_out(self):
+        self._result = self._sent
+        self._values = [one.view(self._layout.n_hosts, -1) for one in self._layout.cut(self._sent)]
+        self._shards = [list(self._wire.rows_for(*rows.shape)) for rows in self._values]
+        self._received = [list(self._wire.rows_for(*rows.shape)) for rows in self._values]
+        self._reduced = self._shards
+
+    def prepare(self, op, factor):
+        Chunk.prepare(self, op, factor)
+        for i, host, _ in self._layout.peers:
+            key = self._begin, i, host
+            self._wire.encode(key, self._values[i][host], self._shards[i][host])
+
+    def _reduce_shard(self, i, op, factors):
+        reduced = self._wire.reduce(self._received[i], self._values[i], self._own, op, factors)
+        self._wire.encode((self._begin, i, "result"), reduced, self._shards[i][self._own])
+
+    def _read_result(self):
+        for shards, rows in zip(self._shards, self._values, strict=True):
+            for coded, row in zip(shards, rows, strict=True):
                 self._wire.decode(coded, row)
-            piece, shape = self._gradients_of(index)
-            if not self._is_whole(piece, shape):
-                cast(values.view(-1)[:piece.numel()], piece)
-        self._gradients.index_fill_(0, self._gaps, 0)
 
-    def _gradients_of(self, index):
-        """The gradients of a chunk, and the shape of its rows."""
-        begin, n = self._spans[index]
-        shape = self._world_size, n
-        return self._gradients[begin:begin + self._world_size * n], shape
 
-    def _is_whole(self, piece, shape):
-        """Whether the gradients can be encoded and decoded where they lie."""
-        return piece.dtype is torch.float32 and piece.numel() == shape[0] * shape[1]
+def _gaps_of(numel, views, offsets):
+    """The elements of a flat buffer that are in no view."""
+    with torch.inference_mode(False):  # buckets may be made under it
+        is_gap = torch.ones(numel, dtype=torch.bool, device="cpu")
+        for view, offset in zip(map(as_pairs, views), offsets, strict=True):
+            is_gap.as_strided(view.size(), view.stride(), offset).fill_(False)
+        return is_gap.nonzero().view(-1)
 
 
 def _reduce_into(own, rows, op, factors):

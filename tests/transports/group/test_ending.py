@@ -188,7 +188,7 @@ def _wait_for_one_who_stays_away_from_shared_memory(place):
     comm.barrier()
     if place.rank == 1:
         is_over = threading.Event()
-        comm._exchange._in_host = lambda *arguments: is_over.wait()
+        comm._exchange.in_host = lambda *arguments: is_over.wait()
         comm.all_reduce(torch.ones(5000), async_op=True)
         wait_for_note(place, "rank 0 is through")
         is_over.set()

@@ -18,7 +18,8 @@ import torch
 
 import fastcomm
 from fastcomm import FastcommError, PeerLostError, TimeoutError
-from fastcomm.transports.group.hierarchical import AHEAD, CHUNK_NBYTES, n_units, segments_of
+from fastcomm.transports.group.layout import Layout
+from fastcomm.transports.group.shards import AHEAD, CHUNK_NBYTES
 from tests.support.bodies import gloo, my_place
 from tests.support.collective_checks import with_ops_in_turn
 from tests.support.namespaces import INTERFACE, Hosts, enter, why_not
@@ -106,22 +107,19 @@ def _hosts_of(layout):
 
 @pytest.mark.parametrize("layout", ALL_LAYOUTS, ids=str)
 def test_every_unit_has_one_owner_on_each_host_and_all_owners_agree(layout):
-    hosts = _hosts_of(layout)
-    n = n_units(hosts)
-    owners = {}
-    for host, ranks in enumerate(hosts):
-        for place, rank in enumerate(ranks):
-            segments = segments_of(hosts, rank)
-            assert [segments[0].begin, segments[-1].end] == [0, n // len(ranks)]
-            assert all(
-                one.end == other.begin for one, other in zip(segments, segments[1:], strict=False)
-            )
-            for segment in segments:
-                assert segment.owners[host] == rank
-                for unit in range(segment.begin, segment.end):
-                    owners.setdefault(place * n // len(ranks) + unit, []).append(segment.owners)
-    assert sorted(owners) == list(range(n))
-    assert all(len(said) == len(hosts) and len(set(said)) == 1 for said in owners.values())
+    owners = {}  # by unit, as each of them says
+    for rank in range(sum(layout)):
+        mine = Layout(_hosts_of(layout), rank)
+        n = mine.n_units // len(mine.neighbours)
+        first = mine.neighbours.index(rank) * n
+        for i, units in enumerate(mine.cut(torch.arange(first, first + n))):
+            others = [(host, owner) for segment, host, owner in mine.peers if segment == i]
+            for unit in units.tolist():
+                owners.setdefault(unit, []).append(sorted([*others, (mine.place, rank)]))
+    assert sorted(owners) == list(range(mine.n_units))
+    for said in owners.values():
+        assert [host for host, _ in said[0]] == list(range(len(layout)))
+        assert said == [said[0]] * len(layout)
 
 
 # Results

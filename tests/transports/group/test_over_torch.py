@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import fastcomm
-from fastcomm.transports.group import exchange, hierarchical, shards
+from fastcomm.transports.group import exchange, shards
 from tests.support.collective_checks import CALLS
 from tests.support.outcomes import values_of
 from tests.support.ranks import fresh_ranks, on_ranks
@@ -66,7 +66,7 @@ def exact_shards(dtype, n, numel):
 @contextlib.contextmanager
 def in_chunks():
     """For bodies: what they reduce in here is cut into chunks of CHUNK_NBYTES."""
-    modules = exchange, hierarchical, shards
+    modules = exchange, shards
     before = [module.CHUNK_NBYTES for module in modules]
     for module in modules:
         module.CHUNK_NBYTES = CHUNK_NBYTES
@@ -204,7 +204,7 @@ class _SlowWork:
 
 
 def _take_long(place, transport, collective):
-    exchange.CHUNK_NBYTES = hierarchical.CHUNK_NBYTES = shards.CHUNK_NBYTES = CHUNK_NBYTES
+    exchange.CHUNK_NBYTES = shards.CHUNK_NBYTES = CHUNK_NBYTES
     options = {"rank": place.rank, "world_size": 2, "init_method": place.init_method}
     with fastcomm.init(transport, **options) as comm:
         comm._queue.watchdog._timeout_s = TIMEOUT_S
