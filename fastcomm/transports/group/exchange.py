@@ -222,7 +222,8 @@ class Exchange:
             zeros = torch.zeros(call.numel, dtype=call.wire, device="cpu")
             return TwoExchanges(self, zeros, call.wire)
         zeros = torch.zeros(call.numel, dtype=torch.float32, device="cpu")
-        return CodedExchanges(self, zeros, [], [], Wire(call.wire, error_feedback=False))
+        wire = Wire(call.wire, error_feedback=False)
+        return CodedExchanges(self, zeros, [zeros[:-1]], [0], wire)
 
     def fused_transfer_of(self, flats: Sequence[Tensor]) -> FusedTransfer:
         """Returns the transfer that reduces several tensors as one."""
@@ -258,19 +259,19 @@ class Exchange:
             mine = rows.view(self.world_size, self.world_size, part.numel())[:, self.rank]
             part.copy_(reduce_rows(mine, op))
             return
-        for some, columns in self._chunks(part, whole):
-            incoming = columns.new_empty(columns.shape)
-            incoming[self.rank] = columns[self.rank]
-            self._swap(incoming, columns)
+        n = max(1, CHUNK_NBYTES // part.element_size() // self.world_size)
+        columns = whole.view(self.world_size, part.numel()).split(n, dim=1)
+        for some, outgoing in zip(part.split(n), columns, strict=True):
+            incoming = outgoing.new_empty(outgoing.shape)
+            self.swap_parts(incoming, outgoing)
             some.copy_(reduce_rows(incoming, op, factors))
 
     def all_gather(self, whole: Tensor, part: Tensor, rows: Tensor | None = None) -> None:
         if rows is not None:
             whole.copy_(rows.view(-1))
             return
-        for some, columns in self._chunks(part, whole):
-            columns[self.rank] = some
-            self._swap(columns, some.expand(self.world_size, -1))
+        n = self.world_size
+        self.swap_parts(whole.view(n, part.numel()), part.expand(n, -1))
 
     def broadcast(self, flat: Tensor, src: int, rows: Tensor | None = None) -> None:
         if rows is not None:
@@ -279,36 +280,24 @@ class Exchange:
             return
         options = dist.BroadcastOptions()
         options.rootRank = src
-        for chunk in as_bytes(flat).split(CHUNK_NBYTES):
-            if chunk.numel():
-                self.wait(self.group.broadcast([chunk], options))
+        for chunk in _chunks_of(flat):
+            self.wait(self.group.broadcast([chunk], options))
 
-    def swap_parts(self, received: Sequence[Tensor], sent: Sequence[Tensor]) -> None:
-        """Sends every rank a tensor, and receives one from each, which may be empty."""
-        received[self.rank].copy_(sent[self.rank])
-        self._swap(received, sent)
-
-    def _chunks(self, part: Tensor, whole: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Pieces of a part, each with its columns of `whole`, where every rank's part is a row."""
-        n = max(1, CHUNK_NBYTES // part.element_size() // self.world_size)
-        rows = whole.view(self.world_size, part.numel())
-        for begin in range(0, part.numel(), n):
-            yield part[begin : begin + n], rows[:, begin : begin + n]
-
-    def _swap(
-        self, incoming: Tensor | Sequence[Tensor], outgoing: Tensor | Sequence[Tensor]
+    def swap_parts(
+        self, received: Tensor | Sequence[Tensor], sent: Tensor | Sequence[Tensor]
     ) -> None:
-        """Sends every other rank its row, and receives theirs."""
+        """Sends every rank a row, and receives one from each, which may be empty."""
+        received[self.rank].copy_(sent[self.rank])
         others = [(self.rank + i) % self.world_size for i in range(1, self.world_size)]
         works = [
             self.group.recv([chunk], rank, _SWAPPED)
             for rank in others
-            for chunk in _chunks_of(incoming[rank])
+            for chunk in _chunks_of(received[rank])
         ]
         works += [
             self.group.send([chunk], rank, _SWAPPED)
             for rank in others
-            for chunk in _chunks_of(outgoing[rank])
+            for chunk in _chunks_of(sent[rank])
         ]
         for work in works:
             self.wait(work)
