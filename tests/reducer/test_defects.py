@@ -70,7 +70,7 @@ def test_a_poll_leaves_the_error_of_an_abandoned_round_to_the_next_call(comm):
             while not work.is_completed():
                 time.sleep(0.001)
             assert comm.n_abandoned == before
-            comm.all_reduce(torch.full((3,), 100.0))
+            comm.all_reduce(torch.full((3,), 100.0), async_op=True)
     assert comm.n_abandoned == before + 1
     tensor = torch.ones(3)
     comm.all_reduce(tensor)
