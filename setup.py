@@ -58,6 +58,7 @@ EXTENSIONS = (
         "comm.gradient_slot",
         "comm.gathering",
         "control.announcement",
+        "control.front",
         "transports.group.wire",
         "transports.group.shards",
         "insight.recorder",

@@ -13,7 +13,15 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 from ci.docstrings import INTERNAL
+from fastcomm.comm.communicator import Communicator
+from fastcomm.comm.transport import Transport
+from fastcomm.control.front import Front
+from fastcomm.transports.group.communicator import GroupCommunicator
+from fastcomm.transports.nccl.communicator import NcclCommunicator
+from fastcomm.transports.shm.communicator import ShmCommunicator
 
 ROOT = Path(__file__).resolve().parent.parent
 SNAPSHOT = ROOT / "tests" / "public_names.txt"
@@ -69,6 +77,16 @@ def test_public_names_are_those_of_the_snapshot() -> None:
         "version, with a warning (CONTRIBUTING.md, Changing what is public). Where the change is "
         "meant: python -m tests.test_public_names > tests/public_names.txt"
     )
+
+
+@pytest.mark.parametrize("cls", [GroupCommunicator, NcclCommunicator, ShmCommunicator])
+def test_every_backend_has_every_method_of_a_communicator_as_it_is_documented(cls):
+    for name in sorted(Transport.__abstractmethods__):
+        assert not getattr(getattr(cls, name), "__isabstractmethod__", False), name
+    for name, method in vars(Communicator).items():
+        if inspect.isfunction(method) and name not in ("__enter__", "__exit__", "close"):
+            assert signature(getattr(cls, name)) == signature(method), name
+            assert name not in vars(Front) or getattr(cls, name).__doc__ == method.__doc__
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import zlib
 from array import array
-from collections.abc import Callable
 from itertools import pairwise
 from operator import le
 from typing import Any
@@ -37,23 +36,6 @@ def as_list(tensors: Any) -> list[Tensor]:
 def of_tensor(i: int, error: Exception) -> Exception:
     """The error, a ValueError or TypeError, as one that names tensor i."""
     return type(error)(f"{_NAME}: tensor {i}: {error}")
-
-
-def checked_together(tensors: Any, check: Callable[[Tensor], Tensor]) -> list[Tensor]:
-    """The tensors, each as `check` returns it, which raises TypeError or ValueError for one that is
-    not taken. Raises these also for tensors that cannot go together.
-    """
-    found = as_list(tensors)
-    checked: list[Tensor] = []
-    for i, tensor in enumerate(found):
-        try:
-            checked.append(check(tensor))
-        except (TypeError, ValueError) as error:
-            raise of_tensor(i, error) from None
-    begins = [flat.data_ptr() if flat.nbytes else 0 for flat in checked]
-    ends = [begin + flat.nbytes for begin, flat in zip(begins, checked, strict=True)]
-    check_together([tensor.dtype for tensor in found], begins, ends)
-    return checked
 
 
 def check_together(dtypes: list[torch.dtype], begins: list[int], ends: list[int]) -> None:

@@ -23,6 +23,7 @@ _LONGEST_WAIT = timedelta(seconds=30)  # for ranks that live and do not come to 
 class ProcessBound:
     """The base of what belongs to one process, and can be neither copied nor pickled."""
 
+    __slots__ = ()  # so that a compiled class can have it for a base
     instead = ""  # what to do, behind "keep it out of what you copy or save"
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
@@ -80,6 +81,7 @@ class Communicator(ProcessBound, abc.ABC):
     TypeError.
     """
 
+    __slots__ = ()
     instead = ", and call fastcomm.init() where you load it"
     rank: int
     world_size: int

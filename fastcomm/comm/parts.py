@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from fastcomm.comm.collective import check_apart, check_out, check_root, real_numel, shard_of
+from fastcomm.comm.collective import check_apart, check_out, check_root, shard_of
 from fastcomm.comm.objects import called_by, gather_numbers
 from fastcomm.comm.transport import Transport
 from fastcomm.errors import MismatchError
@@ -22,7 +22,7 @@ class Parts(NamedTuple):
 
     sent, received: to each rank and from each, by rank.
     numel: by which the ranks name the collective; equal on all of them.
-    of_all: what each rank sends, by rank, where that differs.
+    of_all: what each rank sends, by rank, where parts differ in size.
     """
 
     sent: list[int]
@@ -31,10 +31,13 @@ class Parts(NamedTuple):
     of_all: list[list[int]] | None = None
 
 
-def rooted(kind: str, comm: Transport, whole: Tensor | None, part: Tensor, root: int) -> Parts:
-    """Of a gather or scatter. Arguments and errors as of check_rooted()."""
-    check_rooted(kind, comm, whole, part, root)
-    numel, n = real_numel(part), comm.world_size
+def equal_parts(kind: str, comm: Transport, numel: int, root: int) -> Parts:
+    """Of a gather, a scatter or an all_to_all_single. numel: of what one rank has for another, or,
+    of all_to_all_single, for all of them.
+    """
+    n = comm.world_size
+    if kind == "all_to_all_single":
+        return Parts([numel // n] * n, [numel // n] * n, numel)
     by_root = [numel if comm.rank == root else 0] * n
     by_all = [numel if rank == root else 0 for rank in range(n)]
     sent, received = (by_all, by_root) if kind == "gather" else (by_root, by_all)
@@ -66,18 +69,19 @@ def exchanged(
     inp: Tensor,
     out_splits: Sequence[int] | None,
     in_splits: Sequence[int] | None,
-) -> Parts:
-    """Of all_to_all_single. Raises ValueError or TypeError before any peer is involved. With splits
-    the ranks compare them: collective, and raises MismatchError on every rank.
+) -> Parts | None:
+    """Of all_to_all_single; None for equal parts. Raises ValueError or TypeError before any peer is
+    involved. With splits the ranks compare them: collective, and raises MismatchError on every
+    rank.
     """
     name, n = "all_to_all_single", comm.world_size
     are_equal = out_splits is None and in_splits is None
     check_out(name, out, inp, (inp if are_equal else out).numel())
     check_apart(name, out, inp)
-    pair = 2 if inp.is_complex() else 1
     if are_equal:
-        equal = [shard_of(name, inp, n) * pair] * n
-        return Parts(equal, equal, real_numel(inp))
+        shard_of(name, inp, n)
+        return None
+    pair = 2 if inp.is_complex() else 1
     sent = _numels("in_splits", "inp", inp, in_splits, n)
     expected = _numels("out_splits", "out", out, out_splits, n)
     with called_by(f"{name}() with splits"):

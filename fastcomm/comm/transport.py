@@ -16,7 +16,6 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from fastcomm.comm.communicator import Communicator, Work
-from fastcomm.comm.standing import Standing
 from fastcomm.comm.who import Process
 
 
@@ -130,9 +129,10 @@ class BoundBucket(abc.ABC):
 class Transport(Communicator):
     """A communicator, as reducers and the transports themselves see it. May change."""
 
+    __slots__ = ()
     processes: tuple[Process, ...]  # by rank
     flight: Any  # the newest collectives, a fastcomm.postmortem.flight_recorder.FlightRecorder
-    standing: Standing
+    standing: Any  # a fastcomm.comm.standing.Standing
     # Without a Python frame, in which a signal handler might raise.
     n_abandoned = property(attrgetter("standing.n_abandoned"))
     failure = property(attrgetter("standing.failure"))

@@ -36,6 +36,7 @@ cdef extern from "shm/announcement.h" nogil:
 
 
 cdef announcement announced(int kind, int op=*) noexcept  # of no tensor yet
+cdef str kind_of(const announcement *a)
 cdef int op_code(op) except -1
 cdef int bucket_op_code(str op) except -1  # also of those with weights
 cdef object called_by(const announcement *a)  # a words.Called, for messages

@@ -204,7 +204,7 @@ def _communicator(
         shm = ShmCommunicator(*here, _OneHost(bootstrap, ranks), UNLIMITED)  # type: ignore[abstract]
         exchange = Exchange(bootstrap.rank, neighbours.hosts, shm)
     of = GroupCommunicator if neighbours.backend == "group" else HierarchicalCommunicator
-    return of(*place, bootstrap, timeout, ranks, exchange)
+    return of(*place, bootstrap, timeout, ranks, exchange)  # type: ignore[abstract]
 
 
 class _OneHost:

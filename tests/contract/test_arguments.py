@@ -28,38 +28,6 @@ def columns():
 
 @over(2)
 @on_ranks()
-def test_tensors_that_are_not_contiguous_are_refused(comm):
-    for call in (
-        lambda: comm.all_reduce(columns()),
-        lambda: comm.broadcast(columns()),
-        lambda: comm.all_gather_single(torch.zeros(24), columns()),
-        lambda: comm.all_gather_single(torch.zeros(48)[::2], torch.zeros(12)),
-        lambda: comm.reduce_scatter_single(torch.zeros(6), columns()),
-        lambda: comm.reduce_scatter_single(torch.zeros(24)[::2], torch.zeros(24)),
-    ):
-        refused(comm, ValueError, "contiguous", call)
-
-
-@over(2)
-@on_ranks()
-def test_tensors_elsewhere_or_sparse_are_refused(comm):
-    meta = torch.zeros(4, device="meta")
-    matrix = torch.zeros(6, 4)
-    sparse = matrix.to_sparse(), matrix.to_sparse_csr()
-    for tensor, name in ((meta, "meta"), *((one, "sparse") for one in sparse)):
-        words = name if comm.backend == "nccl" else "CPU"
-        for call in (
-            lambda tensor=tensor: comm.all_reduce(tensor),
-            lambda tensor=tensor: comm.broadcast(tensor),
-            lambda tensor=tensor: comm.all_gather_single(
-                torch.zeros(48)[: 2 * tensor.numel()], tensor
-            ),
-        ):
-            refused(comm, ValueError, words, call)
-
-
-@over(2)
-@on_ranks()
 def test_the_ops_of_torch_distributed_are_accepted_and_no_others(comm):
     ops = torch.distributed.ReduceOp
     for op, result in ((ops.SUM, 3), (ops.AVG, 1.5), (ops.MIN, 1), (ops.MAX, 2), (ops.PRODUCT, 2)):
@@ -78,34 +46,44 @@ def test_the_ops_of_torch_distributed_are_accepted_and_no_others(comm):
 def wrapper():
     from torch.testing._internal.two_tensor import TwoTensor
 
-    return TwoTensor(torch.ones(4), torch.ones(4)), "a TwoTensor, which wraps others"
+    return TwoTensor(torch.ones(4), torch.ones(4))
 
 
 def fake():
     from torch._subclasses import FakeTensorMode
 
-    return FakeTensorMode().from_tensor(torch.ones(4)), "a FakeTensor without memory"
-
-
-def zeros_of_torch():
-    return torch._efficientzerotensor((4,)), "without memory"
-
-
-def slice_of_such_zeros():
-    return torch._efficientzerotensor((8,))[4:], "without memory"
+    return FakeTensorMode().from_tensor(torch.ones(4))
 
 
 def freed():
     tensor = torch.ones(4)
     tensor.untyped_storage().resize_(0)
-    return tensor, "without memory"
+    return tensor
 
 
-def masked():
-    return masked_tensor(torch.ones(4), torch.ones(4) > 0), "a MaskedTensor without memory"
-
-
-WITHOUT_MEMORY = [wrapper, fake, zeros_of_torch, slice_of_such_zeros, freed, masked]
+# What no collective takes: the error, what it says, and how one is made.
+WRONG = {
+    "list": (TypeError, "list", lambda: [1.0, 2.0]),
+    "None": (TypeError, "NoneType", lambda: None),
+    "not contiguous": (ValueError, "contiguous", columns),
+    "meta": (ValueError, "CPU|meta", lambda: torch.zeros(4, device="meta")),
+    "sparse": (ValueError, "CPU|sparse", lambda: torch.zeros(6, 4).to_sparse()),
+    "sparse rows": (ValueError, "CPU|sparse", lambda: torch.zeros(6, 4).to_sparse_csr()),
+    "negated": (ValueError, "resolve_neg", lambda: torch._neg_view(torch.ones(4))),
+    "wrapper": (ValueError, "a TwoTensor, which wraps others", wrapper),
+    "fake": (ValueError, "a FakeTensor without memory", fake),
+    "zeros of torch": (ValueError, "without memory", lambda: torch._efficientzerotensor((4,))),
+    "a slice of them": (ValueError, "without memory", lambda: torch._efficientzerotensor((8,))[4:]),
+    "freed": (ValueError, "without memory", freed),
+    "masked": (
+        ValueError,
+        "a MaskedTensor without memory",
+        lambda: masked_tensor(torch.ones(4), torch.ones(4) > 0),
+    ),
+    "int16": (TypeError, "int16", lambda: torch.zeros(4, dtype=torch.int16)),
+    "bool": (TypeError, "bool", lambda: torch.zeros(4, dtype=torch.bool)),
+    "int8": (TypeError, "int8", lambda: torch.zeros(4, dtype=torch.int8)),
+}
 
 
 def calls_with(comm, tensor):
@@ -125,13 +103,13 @@ def calls_with(comm, tensor):
     )
 
 
-@pytest.mark.parametrize("make", WITHOUT_MEMORY, ids=lambda make: make.__name__)
+@pytest.mark.parametrize("kind", WRONG)
 @over(2)
 @on_ranks()
-def test_tensors_without_memory_are_refused(comm, make):
-    tensor, words = make()
-    for call in calls_with(comm, tensor):
-        refused(comm, ValueError, words, call)
+def test_what_no_collective_takes_is_refused_by_all_of_them(comm, kind):
+    error, words, make = WRONG[kind]
+    for call in calls_with(comm, make()):
+        refused(comm, error, words, call)
 
 
 @pytest.mark.parametrize("name", ["grad", "vmap", "functionalize"])
@@ -169,57 +147,23 @@ def test_what_pairs_cannot_stand_for_is_refused(comm):
     )
 
 
-@pytest.mark.parametrize("dtype", [torch.int16, torch.bool, torch.int8], ids=str)
 @over(2)
 @on_ranks()
-def test_other_dtypes_are_refused(comm, dtype):
-    name = str(dtype).removeprefix("torch.")
-    refused(comm, TypeError, name, lambda: comm.all_reduce(torch.zeros(4, dtype=dtype)))
-    refused(comm, TypeError, name, lambda: comm.broadcast(torch.zeros(4, dtype=dtype)))
-    refused(comm, TypeError, name, lambda: comm.empty(4, dtype=dtype))
-
-
-@over(2)
-@on_ranks()
-def test_what_is_no_tensor_or_none_of_its_own_values_is_refused(comm):
-    negated = torch._neg_view(torch.ones(4))
-    refused(comm, ValueError, "resolve_neg", lambda: comm.all_reduce(negated))
+def test_empty_makes_no_tensor_of_another_dtype_or_of_less_than_nothing(comm):
+    refused(comm, TypeError, "int16", lambda: comm.empty(4, dtype=torch.int16))
     refused(comm, ValueError, "-1", lambda: comm.empty(-1, dtype=torch.float32))
-    refused(comm, TypeError, "list", lambda: comm.all_reduce([1.0, 2.0]))
-    refused(comm, TypeError, "NoneType", lambda: comm.broadcast(None))
-    refused(comm, TypeError, "list", lambda: comm.all_gather_single([0.0] * 4, torch.zeros(2)))
 
 
 @over(2)
 @on_ranks()
 def test_outputs_that_do_not_fit_are_refused(comm):
-    four, eight = torch.zeros(4), torch.zeros(8)
+    gather, reduce, zeros = comm.all_gather_single, comm.reduce_scatter_single, torch.zeros
     for error, words, call in (
-        (
-            ValueError,
-            "8 elements.*has 7",
-            lambda: comm.all_gather_single(torch.zeros(7), four),
-        ),
-        (
-            ValueError,
-            "2 elements.*has 4",
-            lambda: comm.reduce_scatter_single(torch.zeros(4), four),
-        ),
-        (
-            ValueError,
-            "multiple of 2",
-            lambda: comm.reduce_scatter_single(torch.zeros(2), torch.zeros(5)),
-        ),
-        (
-            TypeError,
-            "float64.*float32",
-            lambda: comm.all_gather_single(eight.double(), four),
-        ),
-        (
-            TypeError,
-            "float64.*float32",
-            lambda: comm.reduce_scatter_single(torch.zeros(2).double(), four),
-        ),
+        (ValueError, "8 elements.*has 7", lambda: gather(zeros(7), zeros(4))),
+        (ValueError, "2 elements.*has 4", lambda: reduce(zeros(4), zeros(4))),
+        (ValueError, "multiple of 2", lambda: reduce(zeros(2), zeros(5))),
+        (TypeError, "float64.*float32", lambda: gather(zeros(8).double(), zeros(4))),
+        (TypeError, "float64.*float32", lambda: reduce(zeros(2).double(), zeros(4))),
     ):
         refused(comm, error, words, call)
 
@@ -248,40 +192,20 @@ def test_what_only_one_rank_passes_is_refused_from_others_and_asked_of_it(comm):
 @over(2)
 @on_ranks()
 def test_parts_that_do_not_fit_are_refused(comm):
-    rows, same = torch.zeros(4, 3), torch.zeros(4, 3)
-    odd = torch.zeros(5)
+    swap, rows, same = comm.all_to_all_single, torch.zeros(4, 3), torch.zeros(4, 3)
+    odd, waves = torch.zeros(5), torch.zeros(3) * 1j  # six numbers, which two ranks could share
     for error, words, call in (
-        (ValueError, "multiple of 2", lambda: comm.all_to_all_single(torch.zeros(5), odd)),
-        (  # six numbers, which two ranks could share
-            ValueError,
-            "3 elements, not a multiple",
-            lambda: comm.all_to_all_single(torch.zeros(3) * 1j, torch.zeros(3) * 1j),
-        ),
-        (TypeError, "be integers", lambda: comm.all_to_all_single(same, rows, [2, 2], [2.5, 1.5])),
-        (TypeError, "be integers", lambda: comm.all_to_all_single(same, rows, [2, 2], "22")),
-        (ValueError, "out must have 12", lambda: comm.all_to_all_single(torch.zeros(6), rows)),
-        (ValueError, "share memory", lambda: comm.all_to_all_single(rows, rows)),
-        (ValueError, "share memory", lambda: comm.all_to_all_single(rows, rows, [2, 2], [2, 2])),
-        (
-            ValueError,
-            r"in_splits must be 2 numbers.*4 in all.*\[3, 2\]",
-            lambda: comm.all_to_all_single(same, rows, [2, 2], [3, 2]),
-        ),
-        (
-            ValueError,
-            "out_splits must be 2 numbers",
-            lambda: comm.all_to_all_single(same, rows, [4], [2, 2]),
-        ),
-        (
-            ValueError,
-            r"in_splits must be.*\[5, -1\]",
-            lambda: comm.all_to_all_single(same, rows, None, [5, -1]),
-        ),
-        (
-            ValueError,
-            "out has 5 rows.*pass out_splits",
-            lambda: comm.all_to_all_single(torch.zeros(5, 3), rows, None, [2, 2]),
-        ),
+        (ValueError, "multiple of 2", lambda: swap(torch.zeros(5), odd)),
+        (ValueError, "3 elements, not a multiple", lambda: swap(waves.clone(), waves)),
+        (TypeError, "be integers", lambda: swap(same, rows, [2, 2], [2.5, 1.5])),
+        (TypeError, "be integers", lambda: swap(same, rows, [2, 2], "22")),
+        (ValueError, "out must have 12", lambda: swap(torch.zeros(6), rows)),
+        (ValueError, "share memory", lambda: swap(rows, rows)),
+        (ValueError, "share memory", lambda: swap(rows, rows, [2, 2], [2, 2])),
+        (ValueError, r"in_splits.*4 in all.*\[3, 2\]", lambda: swap(same, rows, [2, 2], [3, 2])),
+        (ValueError, "out_splits must be 2 numbers", lambda: swap(same, rows, [4], [2, 2])),
+        (ValueError, r"in_splits must be.*\[5, -1\]", lambda: swap(same, rows, None, [5, -1])),
+        (ValueError, "out has 5 rows.*pass out_splits", lambda: swap(odd, rows, None, [2, 2])),
     ):
         refused(comm, error, words, call)
 

@@ -28,9 +28,9 @@ MUTATIONS = (
     Mutation(
         name="nccl: of tensors that are reduced as one, the last is left out",
         file=COMMUNICATOR,
-        within="NcclCommunicator.all_reduce_coalesced",
-        old="self._launch(work, op, calls, n)",
-        new="self._launch(work, op, calls, n - 1)",
+        within="NcclCommunicator._run_together",
+        old="self._launch(work, op, calls, n, (*outs",
+        new="self._launch(work, op, calls, n - 1, (*outs",
         tests=(LAUNCH_TESTS, "tests/contract/test_results.py"),
     ),
     Mutation(

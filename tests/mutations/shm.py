@@ -27,9 +27,9 @@ MUTATIONS = (
     Mutation(
         name="shm: of tensors that are reduced as one, all results come into the first",
         file=COMMUNICATOR,
-        within="ShmCommunicator.all_reduce_coalesced",
-        old="shm_piece(<void *>begin, numel, d.numel)",
-        new="shm_piece(<void *><size_t>tensors[0].data_ptr(), numel, d.numel)",
+        within="ShmCommunicator._run_together",
+        old="shm_piece(<void *>begin, offset, numel)",
+        new="shm_piece(<void *><size_t>tensors[0].data_ptr(), offset, numel)",
         tests=("tests/contract/test_results.py",),
     ),
     Mutation(

@@ -1,5 +1,5 @@
-"""GroupCommunicator: Gloo as a Transport, for tensors on the CPU. The public calls and their
-checks.
+"""GroupCommunicator: Gloo as a Transport, for tensors on the CPU. What it takes, and which call it
+makes of a collective.
 
 Another thread runs collectives in the order of their calls, so that backward goes on while
 gradients travel. The ranks announce which collective they have come to, beside the data or before
@@ -27,29 +27,21 @@ from torch.autograd.graph import increment_version
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from fastcomm.comm import messages
-from fastcomm.comm.coalesced import checked_together, sizes
 from fastcomm.comm.collective import (
     BLOCK_DTYPES,
     CPU_DTYPES,
     OPS,
     WIRE_DTYPES,
-    Op,
-    as_pairs,
-    canonical_op,
     check_numel,
-    check_out,
-    check_root,
-    lacks_memory,
     refuse_dtype,
-    refuse_tensor,
-    shard_of,
 )
-from fastcomm.comm.parts import Parts, exchanged, rooted
+from fastcomm.comm.parts import Parts, equal_parts
 from fastcomm.comm.transport import Part, Transport
 from fastcomm.comm.watchdog import Notes
 from fastcomm.comm.who import processes_of
 from fastcomm.control.announcement import Call
-from fastcomm.transports.group.call import WITHOUT_DATA, as_bytes
+from fastcomm.control.front import Front
+from fastcomm.transports.group.call import WITHOUT_DATA
 from fastcomm.transports.group.exchange import Exchange
 from fastcomm.transports.group.shards import CodedExchanges, Transfer
 from fastcomm.transports.group.wire import Wire
@@ -67,7 +59,7 @@ class Bootstrap(Notes, Protocol):
     def look(self) -> None: ...
 
 
-class GroupCommunicator(Transport):
+class GroupCommunicator(Front, Transport):
     """Collectives over Gloo. See fastcomm.comm.transport.Transport for the contract. Made by
     fastcomm.init. exchange: moves the tensors.
 
@@ -83,8 +75,6 @@ class GroupCommunicator(Transport):
     crosses_network = True
     wire_dtypes = (*WIRE_DTYPES, *BLOCK_DTYPES)
     # Without a Python frame, in which a signal handler might raise.
-    standing = property(attrgetter("_queue.life"))
-    flight = property(attrgetter("_queue.flight"))
     number = property(attrgetter("_queue.number"))  # of the newest collective begun
 
     def __init__(
@@ -97,21 +87,13 @@ class GroupCommunicator(Transport):
         neighbours: Sequence[int],
         exchange: Exchange,
     ) -> None:
-        self.rank, self.world_size, self.local_rank = rank, world_size, local_rank
-        self.device = torch.device("cpu")
-        self.timeout = timeout
         self.processes = processes_of(bootstrap.exchange(os.getpid(), messages.PID))
         exchange.connect(bootstrap.store("gloo"), bootstrap.timeout, bootstrap.look)
         self._notes, self._exchange = bootstrap, exchange
         self._queue = WorkQueue(
             self.backend, rank, self.processes, exchange, bootstrap, timeout, neighbours
         )
-
-    def __repr__(self) -> str:
-        return (
-            f"<{type(self).__name__}: rank {self.rank} of "
-            f"{self.world_size}{', ended' if self.failure is not None else ''}>"
-        )
+        self.standing, self.flight = self._queue.life, self._queue.flight
 
     # -- collectives -------------------------------------------------------------------------------
 
@@ -123,110 +105,70 @@ class GroupCommunicator(Transport):
         check_numel(numel)
         return self._exchange.empty(numel, dtype)
 
-    def all_reduce(
-        self, tensor: Tensor, op: Op = "sum", *, async_op: bool = False
-    ) -> GroupWork | None:
-        """16-bit floats are added in float32 and rounded once."""
-        op = canonical_op(op)
-        flat = self._check(tensor, op)
-        call = Call("all_reduce", flat.numel(), flat.dtype, op=op)
-        transfer = self._exchange.transfer_of(flat, None)
-        work = GroupWork(self._queue, call, transfer, flat, fusable=flat)
-        return self._begin(work, async_op, [flat])
+    def check_usable(self) -> None:
+        self._queue.check_usable()
 
-    def all_reduce_coalesced(
-        self, tensors: Sequence[Tensor], op: Op = "sum", *, async_op: bool = False
-    ) -> GroupWork | None:
-        """Reduces a copy, which lies together."""
-        op = canonical_op(op)
-        flats = checked_together(tensors, functools.partial(self._check, op=op))
-        numels = [flat.numel() for flat in flats]
-        dtype = flats[0].dtype
-        call = Call("all_reduce", sum(numels), dtype, op=op, step=sizes(numels))
-        transfer = self._exchange.fused_transfer_of(flats)
-        work = GroupWork(self._queue, call, transfer, payload=transfer.fused)
-        return self._begin(work, async_op, flats)
-
-    def broadcast(
-        self, tensor: Tensor, src: int = 0, *, async_op: bool = False
-    ) -> GroupWork | None:
-        flat = self._check(tensor)
-        check_root("src", src, self.world_size)
-        call = Call("broadcast", flat.numel(), flat.dtype, root=src)
-        transfer = Transfer(lambda _, rows, __: self._exchange.broadcast(flat, src, rows))
-        written = [] if src == self.rank else [flat]
-        return self._begin(GroupWork(self._queue, call, transfer, flat), async_op, written)
-
-    def broadcast_all(self, tensors: list[Tensor], src: int = 0) -> None:
-        """One collective, so that no exception can split it."""
-        flats = [as_bytes(self._check(tensor)) for tensor in tensors]
-        check_root("src", src, self.world_size)
-
-        def move(*_: object) -> None:
-            for flat in flats:
-                self._exchange.broadcast(flat, src)
-
-        call = Call("broadcast", sum(map(len, flats)), torch.uint8, root=src)
-        written = [] if src == self.rank else flats
-        self._begin(GroupWork(self._queue, call, Transfer(move)), False, written)
-
-    def all_gather_single(
-        self, out: Tensor, inp: Tensor, *, async_op: bool = False
-    ) -> GroupWork | None:
-        flat = self._check(inp)
-        whole = self._check_out("all_gather_single", out, inp, inp.numel() * self.world_size)
-        call = Call("all_gather_single", flat.numel(), flat.dtype)
-        transfer = Transfer(lambda _, rows, __: self._exchange.all_gather(whole, flat, rows))
-        return self._begin(GroupWork(self._queue, call, transfer, flat), async_op, [whole])
-
-    def reduce_scatter_single(
-        self, out: Tensor, inp: Tensor, op: Op = "sum", *, async_op: bool = False
-    ) -> GroupWork | None:
-        op = canonical_op(op)
-        flat = self._check(inp, op)
-        numel = shard_of("reduce_scatter_single", inp, self.world_size)
-        part = self._check_out("reduce_scatter_single", out, inp, numel)
-        call = Call("reduce_scatter_single", flat.numel(), flat.dtype, op=op)
-        transfer = Transfer(functools.partial(self._exchange.reduce_scatter, part, flat))
-        return self._begin(GroupWork(self._queue, call, transfer, flat), async_op, [part])
-
-    def gather(
-        self, out: Tensor | None, inp: Tensor, dst: int = 0, *, async_op: bool = False
-    ) -> GroupWork | None:
-        source, target = self._check(inp), None if out is None else self._check(out)
-        parts = rooted("gather", self, out, inp, dst)
-        return self._exchange_parts("gather", target, source, parts, async_op, dst)
-
-    def scatter(
-        self, out: Tensor, inp: Tensor | None, src: int = 0, *, async_op: bool = False
-    ) -> GroupWork | None:
-        source, target = None if inp is None else self._check(inp), self._check(out)
-        parts = rooted("scatter", self, inp, out, src)
-        return self._exchange_parts("scatter", target, source, parts, async_op, src)
-
-    def all_to_all_single(
-        self,
-        out: Tensor,
-        inp: Tensor,
-        out_splits: Sequence[int] | None = None,
-        in_splits: Sequence[int] | None = None,
-        *,
-        async_op: bool = False,
-    ) -> GroupWork | None:
-        source, target = self._check(inp), self._check(out)
-        parts = exchanged(self, out, inp, out_splits, in_splits)
-        return self._exchange_parts("all_to_all_single", target, source, parts, async_op)
-
-    def _exchange_parts(
+    def run(
         self,
         kind: str,
-        out: Tensor | None,
+        op: str,
+        root: int,
         inp: Tensor | None,
+        out: Tensor | None,
+        async_op: bool,
+    ) -> GroupWork | None:
+        inp, out = _flat(inp), _flat(out)
+        part = out if kind == "scatter" else inp
+        if part is None:  # the announcement is the whole barrier
+            return self._begin(GroupWork(self._queue, Call(kind)), async_op)
+        if kind in ("gather", "scatter", "all_to_all_single"):
+            parts = equal_parts(kind, self, part.numel(), root)
+            return self.run_parts(kind, root, inp, out, parts, async_op)
+        call = Call(kind, part.numel(), part.dtype, op=op, root=root)
+        transfer = self._transfer_of(kind, root, part, out)
+        fusable = part if kind == "all_reduce" else None
+        work = GroupWork(self._queue, call, transfer, part, fusable=fusable)
+        return self._begin(work, async_op, [] if out is None else [out])
+
+    def _transfer_of(self, kind: str, root: int, inp: Tensor, out: Tensor | None) -> Transfer:
+        exchange = self._exchange
+        if kind == "all_reduce":
+            return exchange.transfer_of(inp, None)
+        if kind == "broadcast":
+            return Transfer(lambda _, rows, __: exchange.broadcast(inp, root, rows))
+        assert out is not None
+        if kind == "all_gather_single":
+            return Transfer(lambda _, rows, __: exchange.all_gather(out, inp, rows))
+        return Transfer(functools.partial(exchange.reduce_scatter, out, inp))
+
+    def run_together(
+        self, kind: str, op: str, root: int, flats: list[Tensor], step: int, async_op: bool
+    ) -> GroupWork | None:
+        if kind == "broadcast":
+            call = Call(kind, sum(map(len, flats)), torch.uint8, root=root)
+            transfer = Transfer(lambda *_: self._broadcast_each(flats, root))
+            written = [] if root == self.rank else flats
+            return self._begin(GroupWork(self._queue, call, transfer), async_op, written)
+        fusing = self._exchange.fused_transfer_of([flat.detach().view(-1) for flat in flats])
+        numel, dtype = fusing.fused.numel(), flats[0].dtype
+        call = Call(kind, numel, dtype, op=op, step=step)
+        work = GroupWork(self._queue, call, fusing, payload=fusing.fused)
+        return self._begin(work, async_op, flats)
+
+    def _broadcast_each(self, flats: list[Tensor], src: int) -> None:
+        for flat in flats:
+            self._exchange.broadcast(flat, src)
+
+    def run_parts(
+        self,
+        kind: str,
+        root: int,
+        inp: Tensor | None,
+        out: Tensor | None,
         parts: Parts,
         async_op: bool,
-        root: int = 0,
     ) -> GroupWork | None:
-        """out, inp: flat, or None where this rank has nothing to receive or to send."""
+        inp, out = _flat(inp), _flat(out)
         dtype = next(tensor.dtype for tensor in (out, inp) if tensor is not None)
         empty = torch.empty(0, dtype=dtype, device="cpu")
         received = (empty if out is None else out).split(parts.received)
@@ -235,11 +177,6 @@ class GroupCommunicator(Transport):
         call = Call(kind, parts.numel, dtype, root=root)
         written = [] if out is None else [out]
         return self._begin(GroupWork(self._queue, call, transfer), async_op, written)
-
-    def barrier(self, *, async_op: bool = False) -> GroupWork | None:
-        """The announcement is the whole barrier."""
-        self._queue.check_usable()
-        return self._begin(GroupWork(self._queue, Call("barrier")), async_op)
 
     def bind_bucket(
         self,
@@ -306,26 +243,6 @@ class GroupCommunicator(Transport):
         work.run()
         return None
 
-    def _check(self, tensor: Tensor, op: str = "sum") -> Tensor:
-        """Checks that the communicator can be used and can take the tensor. Returns a flat view of
-        it, a complex one as pairs.
-        """
-        self._queue.check_usable()
-        if not isinstance(tensor, Tensor) or not _is_dense_here(tensor):
-            refuse_tensor(tensor, self.backend, self.device)
-        tensor = as_pairs(tensor, op)
-        if tensor.dtype not in CPU_DTYPES:
-            refuse_dtype(tensor.dtype, CPU_DTYPES)
-        return tensor.detach().view(-1)
-
-    def _check_out(self, name: str, out: Tensor, inp: Tensor, numel: int) -> Tensor:
-        flat = self._check(out)
-        check_out(name, out, inp, numel)
-        return flat
-
-    def check_tensor(self, tensor: Tensor) -> None:
-        self._check(tensor)
-
     def keep_times(self, is_on: bool) -> None:
         self._queue.n_timekeepers += 1 if is_on else -1
 
@@ -361,7 +278,5 @@ class HierarchicalCommunicator(GroupCommunicator):
     backend = "hierarchical"
 
 
-def _is_dense_here(tensor: Tensor) -> bool:
-    """Whether the tensor is on the CPU, dense, contiguous, in memory and no negated view."""
-    is_dense = tensor.is_cpu and tensor.layout is torch.strided and not lacks_memory(tensor)
-    return is_dense and tensor.is_contiguous() and not tensor.is_neg()
+def _flat(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.detach().view(-1)

@@ -7,16 +7,14 @@ never end, and the next call raises. The ranks find each other through the `boot
 bootstrap.py.
 """
 
-
 import torch
 
-from fastcomm.comm.coalesced import checked_together, sizes
 from fastcomm.comm.collective import (
-    WIRE_DTYPES, addends_of_mean, as_pairs, canonical_op, check_numel, check_out, check_root,
-    lacks_memory, mean_of_addends, real_numel, refuse_error_feedback, refuse_tensor, shard_of,
+    OPS, WIRE_DTYPES, addends_of_mean, check_numel, mean_of_addends, real_numel,
+    refuse_error_feedback,
 )
 from fastcomm.comm.communicator import Work
-from fastcomm.comm.parts import exchanged, rooted
+from fastcomm.comm.parts import equal_parts
 from fastcomm.comm.transport import Transport
 from fastcomm.errors import FastcommError
 from fastcomm.transports.cuda.clock import Mark
@@ -27,6 +25,8 @@ from fastcomm.transports.nccl.bucket import NcclBucket
 cimport cython
 from libc.stdint cimport uint32_t, uint64_t
 
+from fastcomm.control.announcement cimport *
+from fastcomm.control.front cimport Asked, Front
 from fastcomm.transports.cuda.clock cimport DeviceClock
 from fastcomm.transports.cuda.driver cimport (
     CUcontext, CUstream, Device, Event, check, driver, order_streams,
@@ -41,10 +41,9 @@ from fastcomm.transports.nccl.library cimport dtype_number, nccl, ncclSuccess, o
 from fastcomm.transports.nccl.link cimport Link
 
 
-cdef object TENSOR = torch.Tensor
 cdef object INCREMENT_VERSION = torch._C._increment_version  # of tensors in a sequence
 cdef tuple FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
-cdef int UINT8 = dtype_number(torch.uint8)
+cdef dict PARTED = {CALL_GATHER: GATHER, CALL_SCATTER: SCATTER, CALL_ALL_TO_ALL: ALL_TO_ALL}
 
 
 @cython.freelist(8)
@@ -119,7 +118,7 @@ cdef class NcclWork:
 
 
 @cython.no_gc_clear
-cdef class NcclCommunicator:
+cdef class NcclCommunicator(Front, Transport):
     """Collectives between `world_size` processes with a GPU each. See
     fastcomm.comm.transport.Transport for the contract.
 
@@ -129,14 +128,9 @@ cdef class NcclCommunicator:
     ranks.
     """
 
-    cdef readonly int rank, world_size, local_rank
-    cdef public object membership, open_join  # see Transport
     # in a join(), while a round is open: n_abandoned when it began; else -1
     cdef public int begun_after
-    cdef readonly object device, timeout
-    cdef readonly tuple processes
     cdef readonly Device cuda
-    cdef object __weakref__
     cdef Link link
     cdef object one  # a tensor for barrier()
 
@@ -145,24 +139,18 @@ cdef class NcclCommunicator:
     is_threadsafe = feeds_back_errors = False
     crosses_network = False
     wire_dtypes = (*WIRE_DTYPES, *FP8, torch.int8)
-    __enter__, __exit__ = Transport.__enter__, Transport.__exit__
-    __copy__, __deepcopy__ = Transport.__copy__, Transport.__deepcopy__
-    __reduce_ex__, instead = Transport.__reduce_ex__, Transport.instead
-    rebuild, split = Transport.rebuild, Transport.split
-    send, recv, end_channels = Transport.send, Transport.recv, Transport.end_channels
-    n_abandoned, failure = Transport.n_abandoned, Transport.failure
     begin_round, follow, refuse_vote = rounds.begin_round, rounds.follow, rounds.refuse_vote
 
     def __cinit__(
         self, int rank, int world_size, int local_rank, object bootstrap, object timeout,
         object device, list neighbours,
     ):
-        self.rank, self.world_size, self.local_rank = rank, world_size, local_rank
-        self.device, self.timeout, self.begun_after = device, timeout, -1
+        self.device, self.begun_after = device, -1
         self.link = Link(
             rank, world_size, bootstrap, timeout.total_seconds(), device, neighbours
         )
         self.processes, self.cuda = self.link.processes, self.link.cuda
+        self.standing, self.flight = self.link.life, self.link.launches.flight
 
     def close(self, double timeout=30):
         """Ends the use of this communicator on this rank, when what was launched is done, or after
@@ -226,20 +214,6 @@ cdef class NcclCommunicator:
     def check(self):
         self.link.hear()
 
-    @property
-    def flight(self):
-        return self.link.launches.flight
-
-    @property
-    def standing(self):
-        return self.link.life
-
-    def __repr__(self):
-        return (
-            f"<NcclCommunicator: rank {self.rank} of {self.world_size} on "
-            f"{self.device}{', ended' if self.link.life.failure else ''}>"
-        )
-
     # -- memory --
 
     def empty(self, numel, *, dtype):
@@ -297,22 +271,19 @@ cdef class NcclCommunicator:
 
     def all_gather_v(self, flat, tuple bounds, *, uint32_t label=0):
         """One launch."""
-        self._check(flat)
-        cdef NcclWork work = self._new_work(True)
-        cdef InFlight in_flight = work.in_flight
+        self.check_tensor(flat)
+        rounds.refuse_in_join(self)
+        cdef NcclWork work = self._new_work(ALL_GATHER_V, flat.dtype, bounds[-1], 0, True)
         cdef bytearray memory = bytearray(self.world_size * sizeof(Call))
         cdef Call *calls = <Call *><char *>memory
         cdef size_t n
-        in_flight.kind, in_flight.label = ALL_GATHER_V, label
-        in_flight.dtype, in_flight.numel = flat.dtype, bounds[-1]
+        work.in_flight.label = label
         n = all_gather_v(
             calls, <char *><size_t>flat.data_ptr(), flat.element_size(), dtype_number(flat.dtype),
             bounds, self.rank,
         )
         work.written = (flat,)
-        self._launch(work, None, calls, n)
-        work.tensors = (flat,)
-        return self._launched(work, True)
+        return self._launch(work, None, calls, n, (flat,), True)
 
     def add_up(self, numbers):  # for rounds.py
         self.link.check_usable()
@@ -326,47 +297,73 @@ cdef class NcclCommunicator:
             raise FastcommError(f"{what} waits for the device, which cannot be captured in a CUDA "
                                 "graph")
 
-    # -- collectives --
+    # -- collectives: see Front --
 
-    def all_reduce(self, tensor, op="sum", *, bint async_op=False):
+    cdef int _check_usable(self) except -1:
+        self.link.check_usable()
+        rounds.refuse_in_join(self)
+        return 0
+
+    cdef int _check_dtype(self, dtype) except -1:
+        dtype_number(dtype)
+        return 0
+
+    cdef object _run(self, Asked *asked, inp, out, bint async_op):
+        cdef announcement *d = &asked.d
+        if d.kind == CALL_ALL_REDUCE:
+            return self._all_reduce(inp.detach(), OPS[d.op], async_op)
+        if d.kind == CALL_BROADCAST:
+            return self._collective(BROADCAST, inp, inp, None, d.root, async_op, None)
+        if d.kind == CALL_ALL_GATHER:
+            return self._collective(ALL_GATHER, inp, out, None, 0, async_op, None)
+        if d.kind == CALL_REDUCE_SCATTER:
+            return self._reduce_scatter(out, inp, OPS[d.op], async_op)
+        if d.kind == CALL_BARRIER:
+            return self._barrier(async_op)
+        parts = equal_parts(kind_of(d), self, d.numel, d.root)
+        return self._run_parts(asked, inp, out, parts, async_op)
+
+    cdef object _all_reduce(self, tensor, op, bint async_op):
         """A float mean is the sum of tensors scaled beforehand; an integer mean is rounded towards
         zero. 16-bit floats are added as NCCL does it, from 3 ranks on with a rounding at each step.
-        wait() of the Work orders the current stream after it.
         """
-        op = canonical_op(op)
-        tensor = self._check(tensor, op).detach()
         if op != "mean":
             return self._collective(ALL_REDUCE, tensor, tensor, op, 0, async_op, None)
         if tensor.is_floating_point():
-            self._scale(tensor)
+            self._refuse_mean_of_fp8(tensor)
+            tensor.mul_(1.0 / self.world_size)
             return self._collective(ALL_REDUCE, tensor, tensor, op, 0, async_op, None)
         wide = addends_of_mean(tensor, self.world_size)
         return self._collective(ALL_REDUCE, wide, wide, op, 0, async_op, tensor)
 
-    def all_reduce_coalesced(self, tensors, op="sum", *, bint async_op=False):
+    cdef object _run_together(
+        self, Asked *asked, list tensors, list begins, list numels, bint async_op
+    ):
         """One launch, of a group of calls: the tensors stay where they are."""
-        op = canonical_op(op)
-        outs = checked_together(tensors, lambda tensor: self._check(tensor, op).detach())
-        numels = [tensor.numel() for tensor in outs]
+        cdef Kind kind = ALL_REDUCE if asked.d.kind == CALL_ALL_REDUCE else BROADCAST
+        op, outs = None, [tensor.detach() for tensor in tensors]
+        if kind == ALL_REDUCE:
+            op = OPS[asked.d.op]
         summed = self._for_mean(outs) if op == "mean" else outs
-        dtype = summed[0].dtype
-        cdef int dtype_code = dtype_number(dtype), op_code = op_number(op)
-        cdef bytearray memory = bytearray(len(outs) * sizeof(Call))
+        dtype = summed[0].dtype if summed else torch.uint8
+        cdef NcclWork work = self._new_work(kind, dtype, asked.d.numel, asked.d.root, async_op)
+        cdef int dtype_code = dtype_number(dtype), op_code = 0 if op is None else op_number(op)
+        cdef bytearray memory = bytearray((len(outs) + 1) * sizeof(Call))
         cdef Call *calls = <Call *><char *>memory
         cdef size_t n = 0
         for tensor in summed:
             if tensor.nbytes:
                 data = <void *><size_t>tensor.data_ptr()
-                calls[n] = Call(ALL_REDUCE, data, data, tensor.numel(), dtype_code, op_code, 0)
+                calls[n] = Call(
+                    kind, data, data, tensor.numel(), dtype_code, op_code, asked.d.root
+                )
                 n += 1
-        cdef NcclWork work = self._new_work(async_op)
-        self._note(work.in_flight, ALL_REDUCE, dtype, sum(numels), 0)
-        work.in_flight.step, work.written = sizes(numels), outs
-        self._launch(work, op, calls, n)
-        work.tensors = (*outs, *summed)
+        work.in_flight.step = asked.d.steps
+        if kind == ALL_REDUCE or asked.d.root != self.rank:
+            work.written = outs
         if summed is not outs:
             work.sums = list(zip(outs, summed))
-        return self._launched(work, async_op)
+        return self._launch(work, op, calls, n, (*outs, *summed), async_op)
 
     cdef list _for_mean(self, list tensors):
         """What is summed for means of these: they themselves, scaled, or of integers other
@@ -378,44 +375,10 @@ cdef class NcclCommunicator:
         torch._foreach_mul_(tensors, 1.0 / self.world_size)
         return tensors
 
-    def broadcast(self, tensor, int src=0, *, bint async_op=False):
-        tensor = self._check(tensor)
-        check_root("src", src, self.world_size)
-        return self._collective(BROADCAST, tensor, tensor, None, src, async_op, None)
-
-    def broadcast_all(self, list tensors, int src=0):
-        """Broadcasts many tensors of any dtype, in one launch."""
-        tensors = [self._check(tensor) for tensor in tensors]
-        check_root("src", src, self.world_size)
-        cdef NcclWork work = self._new_work(False)
-        cdef InFlight in_flight = work.in_flight
-        cdef bytearray memory = bytearray((len(tensors) + 1) * sizeof(Call))
-        cdef Call *calls = <Call *><char *>memory
-        cdef size_t n = 0
-        for tensor in tensors:
-            if tensor.nbytes:
-                data = <void *><size_t>tensor.data_ptr()
-                calls[n] = Call(BROADCAST, data, data, tensor.nbytes, UINT8, 0, src)
-                n += 1
-        in_flight.kind, in_flight.dtype, in_flight.root = BROADCAST, torch.uint8, src
-        work.written = None if src == self.rank else tensors
-        in_flight.numel = sum([tensor.nbytes for tensor in tensors])
-        self._launch(work, None, calls, n)
-        self.cuda.order_current_after(in_flight.done)
-
-    def all_gather_single(self, out, inp, *, bint async_op=False):
-        source = self._check(inp)
-        out = self._check_out("all_gather_single", out, inp, inp.numel() * self.world_size)
-        return self._collective(ALL_GATHER, source, out, None, 0, async_op, None)
-
-    def reduce_scatter_single(self, out, inp, op="sum", *, bint async_op=False):
+    cdef object _reduce_scatter(self, out, inp, op, bint async_op):
         """A float mean is a sum that is scaled, when wait() has ordered the current stream after
         it; of float16, a sum of what was scaled beforehand.
         """
-        op = canonical_op(op)
-        source = self._check(inp, op)
-        numel = shard_of("reduce_scatter_single", inp, self.world_size)
-        out, inp = self._check_out("reduce_scatter_single", out, inp, numel), source
         if op == "mean" and not inp.is_floating_point():
             rows = addends_of_mean(inp.view(self.world_size, out.numel()), self.world_size)
             wide = torch.empty_like(rows[:, 0])
@@ -430,39 +393,12 @@ cdef class NcclCommunicator:
             return self._collective(REDUCE_SCATTER, scaled, out, op, 0, async_op, None)
         return self._collective(REDUCE_SCATTER, inp, out, op, 0, async_op, out)
 
-    cdef _scale(self, tensor):
-        self._refuse_mean_of_fp8(tensor)
-        return tensor.mul_(1.0 / self.world_size)
-
     cdef _refuse_mean_of_fp8(self, tensor):
         if tensor.dtype in FP8:
             raise TypeError(f"no mean of {tensor.dtype} tensors: use op='sum'")
 
-    # One group of sends and receives.
-
-    def gather(self, out, inp, int dst=0, *, bint async_op=False):
-        source, target = self._check(inp), None if out is None else self._check(out)
-        parts = rooted("gather", self, out, inp, dst)
-        return self._exchange_parts(GATHER, target, source, parts, dst, async_op)
-
-    def scatter(self, out, inp, int src=0, *, bint async_op=False):
-        source, target = None if inp is None else self._check(inp), self._check(out)
-        parts = rooted("scatter", self, inp, out, src)
-        return self._exchange_parts(SCATTER, target, source, parts, src, async_op)
-
-    def all_to_all_single(self, out, inp, out_splits=None, in_splits=None, *, bint async_op=False):
-        source, target = self._check(inp), self._check(out)
-        if out_splits is not None or in_splits is not None:
-            self.refuse_capture("all_to_all_single() with splits")
-        parts = exchanged(self, out, inp, out_splits, in_splits)
-        return self._exchange_parts(ALL_TO_ALL, target, source, parts, 0, async_op)
-
-    def barrier(self, *, bint async_op=False):
-        """Returns when every rank has called it, and all that was launched on the current stream
-        before is done.
-        """
-        self.link.check_usable()
-        rounds.refuse_in_join(self)
+    cdef object _barrier(self, bint async_op):
+        """Over when all that was launched on the current stream before is done, too."""
         self.refuse_capture("barrier()")
         if self.one is None:
             self.one = torch.zeros(1, dtype=torch.uint8, device=self.device)
@@ -481,84 +417,41 @@ cdef class NcclCommunicator:
     def check_tensor(self, tensor):
         """Also in a join(): what two ranks do alone the others need not hear of."""
         self.link.check_usable()
-        self._as_taken(tensor, "sum")
-
-    cdef object _check(self, tensor, str op="sum"):
-        """As _as_taken, where a collective may begin."""
-        self.link.check_usable()
-        rounds.refuse_in_join(self)
-        return self._as_taken(tensor, op)
-
-    cdef object _as_taken(self, tensor, str op):
-        """Returns the tensor, a complex one as pairs. op: what it is reduced by."""
-        if not isinstance(tensor, TENSOR):
-            refuse_tensor(tensor, self.backend, self.device)
-        is_here = tensor.device == self.device and tensor.layout is torch.strided
-        if is_here and tensor.dtype.is_complex:
-            tensor = as_pairs(tensor, op)
-        dtype_number(tensor.dtype)
-        if (not is_here or not tensor.is_contiguous() or tensor.is_neg()
-                or lacks_memory(tensor)):
-            refuse_tensor(tensor, self.backend, self.device)
-        return tensor
-
-    cdef object _check_out(self, str name, out, inp, numel):
-        checked = self._check(out)
-        check_out(name, out, inp, numel)
-        return checked
+        self._viewed(tensor, "sum")
 
     cdef object _collective(self, Kind kind, inp, out, op, int root, bint async_op, divided):
         """Launches one collective. divided: the tensor for the mean of what is summed in `out`."""
-        cdef NcclWork work = self._new_work(async_op)
+        cdef NcclWork work = self._new_work(kind, inp.dtype, inp.numel(), root, async_op)
         cdef Call call
         call.kind, call.root, call.dtype = kind, root, dtype_number(inp.dtype)
         call.source, call.target = <void *><size_t>inp.data_ptr(), <void *><size_t>out.data_ptr()
         call.numel = out.numel() if kind == REDUCE_SCATTER else inp.numel()
         call.op = 0 if op is None else op_number(op)
-        self._note(work.in_flight, kind, inp.dtype, inp.numel(), root)
         if kind != BROADCAST or root != self.rank:
             work.written = (out if divided is None else divided,)
-        self._launch(work, op, &call, 1)
-        work.tensors = (out, inp)
         if divided is not None:
-            work.tensors, work.sums = (divided, out, inp), [(divided, out)]
-        return self._launched(work, async_op)
+            work.sums = [(divided, out)]
+        return self._launch(work, op, &call, 1, (divided, out, inp), async_op)
 
-    cdef object _exchange_parts(
-        self, Kind kind, target, source, parts, int root, bint async_op
-    ):
-        """target, source: None where this rank has nothing to receive or to send."""
-        cdef NcclWork work = self._new_work(async_op)
-        cdef size_t n
-        cdef char *to = NULL if target is None else <char *><size_t>target.data_ptr()
-        cdef char *origin = NULL if source is None else <char *><size_t>source.data_ptr()
+    cdef object _run_parts(self, Asked *asked, inp, out, parts, bint async_op):
+        """One group of sends and receives."""
+        dtype = out.dtype if inp is None else inp.dtype
+        cdef NcclWork work = self._new_work(
+            PARTED[asked.d.kind], dtype, parts.numel, asked.d.root, async_op
+        )
         cdef bytearray memory = bytearray(2 * self.world_size * sizeof(Call))
         cdef Call *calls = <Call *><char *>memory
-        dtype = target.dtype if source is None else source.dtype
-        n = sends_and_receives(
-            calls, origin, to, parts.sent, parts.received, dtype.itemsize, dtype_number(dtype)
+        cdef size_t n = sends_and_receives(
+            calls, asked.input, asked.output, parts.sent, parts.received, dtype.itemsize,
+            dtype_number(dtype),
         )
-        self._note(work.in_flight, kind, dtype, parts.numel, root)
-        work.written = None if target is None else (target,)
-        self._launch(work, None, calls, n)
-        work.tensors = (target, source)
-        return self._launched(work, async_op)
+        work.written = None if out is None else (out,)
+        return self._launch(work, None, calls, n, (out, inp), async_op)
 
-    cdef int _note(self, InFlight in_flight, Kind kind, dtype, size_t numel, int root) except -1:
-        """What the ranks call, for messages."""
-        in_flight.kind, in_flight.root, in_flight.label = kind, root, 0
-        in_flight.dtype, in_flight.numel = dtype, numel
-        return 0
-
-    cdef object _launched(self, NcclWork work, bint async_op):
-        if async_op and not work.is_captured:
-            work.in_flight.tensors = work.tensors  # kept also if nobody waits
-        if async_op:
-            return work
-        work.wait()
-
-    cdef NcclWork _new_work(self, bint is_async):
-        """A collective that is about to be launched on the first lane."""
+    cdef NcclWork _new_work(self, Kind kind, dtype, size_t numel, int root, bint is_async):
+        """A collective that is about to be launched on the first lane, and what it is called in
+        messages.
+        """
         cdef NcclWork work = NcclWork.__new__(NcclWork)
         cdef Launches launches = self.link.launches
         work.link, work.launched_on = self.link, self.cuda.current_stream()
@@ -569,11 +462,17 @@ cdef class NcclCommunicator:
             work.in_flight, work.has_own_record = launches.take_record(), True
         else:
             work.in_flight = (<Lane>self.link.lanes[0]).in_flight
-        work.in_flight.step = 0
+        work.in_flight.kind, work.in_flight.root = kind, root
+        work.in_flight.dtype, work.in_flight.numel = dtype, numel
+        work.in_flight.label = work.in_flight.step = 0
         return work
 
-    cdef int _launch(self, NcclWork work, op, Call *calls, size_t n) except -1:
-        """Launches on the first lane, after the work of the current stream."""
+    cdef object _launch(
+        self, NcclWork work, op, Call *calls, size_t n, tuple tensors, bint async_op
+    ):
+        """Launches on the first lane, after the work of the current stream. Returns the Work, or
+        waits. tensors: kept until it is over.
+        """
         cdef Link link = self.link
         cdef Lane lane = link.lanes[0]
         cdef InFlight in_flight = work.in_flight
@@ -594,7 +493,13 @@ cdef class NcclCommunicator:
                 raise link.error(code, failed)
         except FastcommError as error:
             raise link.reason(error) from error
-        return 0
+        work.tensors = tensors
+        if not async_op:
+            work.wait()
+            return None
+        if not work.is_captured:
+            in_flight.tensors = tensors  # kept also if nobody waits
+        return work
 
 
 cdef int _launch_on(
@@ -612,6 +517,3 @@ cdef int _launch_on(
     finally:
         lane.device.leave(before)
     return code
-
-
-Transport.register(NcclCommunicator)

@@ -1,6 +1,6 @@
 # cython: language_level=3
-"""ShmCommunicator: the ranks of one host over shared memory. Checks arguments, hands out tensors
-that lie in shared memory, and posts collectives to its ring.
+"""ShmCommunicator: the ranks of one host over shared memory. Hands out tensors that lie in shared
+memory, and posts collectives to its ring.
 
 The ranks find each other by the `bootstrap`, whose `exchange(value, form)` returns every rank's
 value; see bootstrap.py.
@@ -10,12 +10,9 @@ from itertools import accumulate, chain
 
 import torch
 
-from fastcomm.comm.coalesced import as_list, check_together, of_tensor, sizes
 from fastcomm.comm.collective import (
-    CPU_DTYPES, WIRE_DTYPES, check_numel, check_out, check_root, refuse_dtype,
-    refuse_error_feedback, shard_of,
+    CPU_DTYPES, WIRE_DTYPES, check_numel, refuse_dtype, refuse_error_feedback,
 )
-from fastcomm.comm.parts import check_rooted, exchanged
 from fastcomm.comm.transport import Transport
 from fastcomm.errors import InitError, has_aborted, has_closed
 from fastcomm.transports.shm.bucket import ShmBucket
@@ -25,12 +22,13 @@ from fastcomm.transports.shm.ring import MAX_RANKS
 from libc.stdint cimport uint32_t, uint64_t
 
 from fastcomm.control.announcement cimport *
+from fastcomm.control.front cimport Asked, Front
 from fastcomm.transports.shm.core cimport *
 from fastcomm.transports.shm.memory cimport Block
 from fastcomm.transports.shm.ring cimport Ring, ShmWork
 
 
-cdef class ShmCommunicator:
+cdef class ShmCommunicator(Front, Transport):
     """Collectives between `world_size` processes of one host. See
     fastcomm.comm.transport.Transport for the contract.
 
@@ -38,33 +36,19 @@ cdef class ShmCommunicator:
     the same order.
     """
 
-    cdef readonly int rank, world_size, local_rank
-    cdef public object membership, open_join  # see Transport
-    cdef readonly object device, timeout
-    cdef readonly tuple processes
-    cdef object __weakref__
     cdef Ring ring
 
     backend = "shm"
     has_streams = feeds_back_errors = crosses_network = False
     progresses_itself = is_threadsafe = False
     wire_dtypes = WIRE_DTYPES
-    __enter__, __exit__ = Transport.__enter__, Transport.__exit__
-    __copy__, __deepcopy__ = Transport.__copy__, Transport.__deepcopy__
-    __reduce_ex__, instead = Transport.__reduce_ex__, Transport.instead
-    rebuild, split = Transport.rebuild, Transport.split
-    send, recv, end_channels = Transport.send, Transport.recv, Transport.end_channels
-    n_abandoned, failure = Transport.n_abandoned, Transport.failure
-    make_window, refuse_vote = Transport.make_window, Transport.refuse_vote
-    refuse_capture = Transport.refuse_capture
 
     def __cinit__(self, int rank, int world_size, int local_rank, object bootstrap, object timeout):
         if world_size > MAX_RANKS:
             raise InitError(f"the shm transport takes up to {MAX_RANKS} ranks, not {world_size}")
-        self.rank, self.world_size, self.local_rank = rank, world_size, local_rank
-        self.device, self.timeout = torch.device("cpu"), timeout
         self.ring = Ring(rank, world_size, bootstrap, timeout)
         self.processes = self.ring.segments.processes
+        self.standing, self.flight = self.ring.life, self.ring.flight
 
     def close(self):
         """Ends the use of this communicator on this rank; peers that still wait for it get
@@ -79,20 +63,6 @@ cdef class ShmCommunicator:
         """
         self.end_channels(aborts=True)
         self.ring.close(SHM_ABORTED, has_aborted(self.rank))
-
-    @property
-    def standing(self):
-        return self.ring.life
-
-    @property
-    def flight(self):
-        return self.ring.flight
-
-    def __repr__(self):
-        return (
-            f"<ShmCommunicator: rank {self.rank} of "
-            f"{self.world_size}{', ended' if self.ring.life.failure is not None else ''}>"
-        )
 
     # -- memory --
 
@@ -113,139 +83,56 @@ cdef class ShmCommunicator:
         block = Block(self.ring.arena, numel * dtype.itemsize)
         return torch.frombuffer(block, dtype=dtype, count=numel)
 
-    # -- collectives --
+    # -- collectives: see Front --
 
-    def all_reduce(self, tensor, op="sum", *, bint async_op=False):
-        """Reduces `tensor` over all ranks, in place: contiguous, on the CPU, the same numel and
-        dtype on every rank.
+    cdef int _check_usable(self) except -1:
+        return self.ring.check_usable()
 
-        op: see Communicator.all_reduce. float16 and bfloat16 accumulate in float32 and round once.
-        The result is bitwise the same on every rank. With async_op, returns a Work at once: leave
-        the tensor alone until work.wait() returns. Raises MismatchError, PeerLostError or
-        TimeoutError; ValueError or TypeError for a bad argument, before any peer is involved.
-        """
-        cdef announcement d = announced(CALL_ALL_REDUCE, op_code(op))
-        cdef char *data = self.ring.check(tensor, &d)
-        return self.ring.call(&d, tensor, data, tensor, data, async_op)
+    cdef object _taken(self, tensor, announcement *d, char **data):
+        data[0] = self.ring.check(tensor, d)
+        return tensor
 
-    def all_reduce_coalesced(self, tensors, op="sum", *, bint async_op=False):
+    cdef object _run(self, Asked *asked, inp, out, bint async_op):
+        return self.ring.call(&asked.d, inp, asked.input, out, asked.output, async_op)
+
+    cdef object _run_together(
+        self, Asked *asked, list tensors, list begins, list numels, bint async_op
+    ):
         """The tensors stay where they are: what each rank reduces is read and written there."""
-        cdef announcement d = announced(CALL_ALL_REDUCE, op_code(op))
         cdef ShmWork work = ShmWork.__new__(ShmWork)
-        cdef uint64_t numel = 0
-        cdef size_t begin, itemsize = 0
+        cdef uint64_t offset = 0, numel
+        cdef size_t begin
         cdef Py_ssize_t i
-        cdef list numels = [], begins = [], ends = []
-        tensors = as_list(tensors)
         work.ring, work.written = self.ring, tuple(tensors)
         work.take_pieces(len(tensors))
-        for i, tensor in enumerate(tensors):
-            try:
-                begin = <size_t>self.ring.check(tensor, &d)
-            except (TypeError, ValueError) as error:
-                raise of_tensor(i, error) from None
-            if i == 0:  # the others have the same, or are refused
-                itemsize = CPU_DTYPES[d.dtype].itemsize
-            begin = begin if d.numel else 0
-            begins.append(begin)
-            ends.append(begin + d.numel * itemsize)
-            numels.append(d.numel)
-            if d.numel:
-                work.pieces[work.n_pieces] = shm_piece(<void *>begin, numel, d.numel)
+        for i in range(len(tensors)):
+            begin, numel = begins[i], numels[i]
+            if numel:
+                work.pieces[work.n_pieces] = shm_piece(<void *>begin, offset, numel)
                 work.n_pieces += 1
-            numel += d.numel
-        check_together([tensor.dtype for tensor in tensors], begins, ends)
-        d.numel, d.place, d.steps = numel, PRIVATE_MEMORY, sizes(numels)
-        self.ring.post(&d, NULL, NULL, work)
-        if async_op:
-            return work
-        work.wait()
+                offset += numel
+        asked.input = asked.output = NULL
+        return self._posted(asked, work, async_op)
 
-    def broadcast(self, tensor, int src=0, *, bint async_op=False):
-        """Copies rank `src`'s `tensor` into every other rank's. Same numel and dtype on every rank.
-        Errors as all_reduce.
-        """
-        cdef announcement d = announced(CALL_BROADCAST)
-        cdef char *data = self.ring.check(tensor, &d)
-        check_root("src", src, self.world_size)
-        d.root = src
-        out = None if src == self.rank else tensor
-        return self.ring.call(&d, tensor, data, out, data, async_op)
-
-    def broadcast_all(self, list tensors, int src=0):
-        """Broadcasts one tensor after the other."""
-        for tensor in tensors:
-            self.broadcast(tensor, src)
-
-    def all_gather_single(self, out, inp, *, bint async_op=False):
-        """Concatenates every rank's `inp`, by rank, into `out` of world_size * inp.numel()
-        elements. Errors as all_reduce.
-        """
-        cdef announcement d = announced(CALL_ALL_GATHER)
-        cdef char *input = self.ring.check(inp, &d)
-        cdef char *output = self._check_out(
-            "all_gather_single", out, inp, inp.numel() * self.world_size
-        )
-        return self.ring.call(&d, inp, input, out, output, async_op)
-
-    def reduce_scatter_single(self, out, inp, op="sum", *, bint async_op=False):
-        """Reduces `inp` over all ranks; rank r keeps the r-th of world_size equal parts in `out`.
-        Errors as all_reduce.
-        """
-        cdef announcement d = announced(CALL_REDUCE_SCATTER, op_code(op))
-        cdef char *input = self.ring.check(inp, &d)
-        numel = shard_of("reduce_scatter_single", inp, self.world_size)
-        cdef char *output = self._check_out("reduce_scatter_single", out, inp, numel)
-        return self.ring.call(&d, inp, input, out, output, async_op)
-
-    def gather(self, out, inp, int dst=0, *, bint async_op=False):
-        """Concatenates every rank's `inp`, by rank, into `out` of rank `dst` alone."""
-        cdef announcement d = announced(CALL_GATHER), of_out = d
-        cdef char *input = self.ring.check(inp, &d)
-        cdef char *output = NULL if out is None else self.ring.check(out, &of_out)
-        check_rooted("gather", self, out, inp, dst)
-        d.root = dst
-        return self.ring.call(&d, inp, input, out, output, async_op)
-
-    def scatter(self, out, inp, int src=0, *, bint async_op=False):
-        """Rank r gets the r-th of world_size equal parts of rank `src`'s `inp`."""
-        cdef announcement d = announced(CALL_SCATTER), of_inp = d
-        cdef char *output = self.ring.check(out, &d)
-        cdef char *input = NULL if inp is None else self.ring.check(inp, &of_inp)
-        check_rooted("scatter", self, inp, out, src)
-        d.root, d.place = src, PRIVATE_MEMORY  # the others have no input that could lie elsewhere
-        return self.ring.call(&d, inp, input, out, output, async_op)
-
-    def all_to_all_single(self, out, inp, out_splits=None, in_splits=None, *, bint async_op=False):
-        """Cuts `inp` into a part for each rank; `out` gets those that are for this one."""
-        cdef announcement d = announced(CALL_ALL_TO_ALL), of_out = d
-        cdef ShmWork work
-        cdef char *input = self.ring.check(inp, &d)
-        cdef char *output = self.ring.check(out, &of_out)
-        parts = exchanged(self, out, inp, out_splits, in_splits)
-        if parts.of_all is None:
-            return self.ring.call(&d, inp, input, out, output, async_op)
-        work = ShmWork.__new__(ShmWork)
+    cdef object _run_parts(self, Asked *asked, inp, out, parts, bint async_op):
+        cdef announcement *d = &asked.d
+        cdef ShmWork work = ShmWork.__new__(ShmWork)
         work.ring, work.tensors, work.written = self.ring, inp, (out,)
         rows = [accumulate(row, initial=0) for row in parts.of_all]
         work.take_bounds(tuple(chain.from_iterable(rows)))
-        d.numel = parts.numel
         if d.offset > self.ring.arena.nbytes - d.numel * inp.itemsize:  # or private anyway
             d.place = PRIVATE_MEMORY
-        self.ring.post(&d, input, output, work)
+        return self._posted(asked, work, async_op)
+
+    cdef object _posted(self, Asked *asked, ShmWork work, bint async_op):
+        self.ring.post(&asked.d, asked.input, asked.output, work)
         if async_op:
             return work
         work.wait()
 
-    def barrier(self, *, bint async_op=False):
-        """Returns when every rank has called it."""
-        cdef announcement d = announced(CALL_BARRIER)
-        self.ring.check_usable()
-        return self.ring.call(&d, None, NULL, None, NULL, async_op)
-
-    def check_tensor(self, tensor):
-        cdef announcement d = announced(CALL_BROADCAST)
-        self.ring.check(tensor, &d)
+    def broadcast_all(self, list tensors, int src=0):
+        for tensor in tensors:
+            self.broadcast(tensor, src)
 
     def begin_round(self, op, part, reducer):
         self.ring.life.settle()
@@ -301,13 +188,3 @@ cdef class ShmCommunicator:
         d.label = label
         self.ring.post(&d, data, data, work)
         return work
-
-    cdef char *_check_out(self, str name, out, inp, numel) except NULL:
-        cdef announcement d
-        d.op = SHM_SUM
-        cdef char *data = self.ring.check(out, &d)
-        check_out(name, out, inp, numel)
-        return data
-
-
-Transport.register(ShmCommunicator)

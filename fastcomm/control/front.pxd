@@ -1,0 +1,28 @@
+from fastcomm.control.announcement cimport announcement
+
+
+# What a caller asks for. d: what the ranks compare. input, output: where this rank's tensors lie.
+cdef struct Asked:
+    announcement d
+    char *input
+    char *output
+
+
+cdef class Front:
+    cdef readonly int rank, world_size, local_rank
+    cdef readonly object device, timeout
+    cdef public tuple processes
+    cdef public object membership, open_join, flight, standing  # see Transport
+    cdef object __weakref__
+
+    cdef int _check_usable(self) except -1
+    cdef int _check_dtype(self, dtype) except -1
+    cdef object _taken(self, tensor, announcement *d, char **data)
+    cdef object _run(self, Asked *asked, inp, out, bint async_op)
+    cdef object _run_together(
+        self, Asked *asked, list tensors, list begins, list numels, bint async_op
+    )
+    cdef object _run_parts(self, Asked *asked, inp, out, parts, bint async_op)
+
+    cdef object _viewed(self, tensor, op)
+    cdef object _taken_out(self, tensor, Asked *asked)
