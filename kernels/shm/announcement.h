@@ -106,16 +106,14 @@ static inline bool admits_absence(const struct announcement *a, bool is_skipped)
            (is_skipped || is_weighted(a) || a->op == SHM_MEAN);
 }
 
-/* What the ranks' tensors are multiplied by before they are added: on every rank the same from the
- * same numbers. Ranks without data count nothing. In a mean without weights the others count
- * alike. */
+/* What the ranks' tensors are multiplied by before they are added. Ranks without data count
+ * nothing; in a mean without weights the others count alike. */
 static inline void weigh(const struct announcement *const *all, int world_size, double *factors) {
     double total = 0;
     for (int r = 0; r < world_size; r++) {
-        const struct announcement *a = all[r];
-        bool has_data = a->presence == HAS_DATA;
-        factors[r] = !has_data ? 0 : is_weighted(a) ? a->scale : 1;
-        total += !has_data ? 0 : is_weighted(a) ? a->weight : 1;
+        bool has_data = all[r]->presence == HAS_DATA, has_weight = is_weighted(all[r]);
+        factors[r] = !has_data ? 0 : has_weight ? all[r]->scale : 1;
+        total += !has_data ? 0 : has_weight ? all[r]->weight : 1;
     }
     for (int r = 0; r < world_size; r++) {
         factors[r] = total > 0 ? factors[r] / total : 0;

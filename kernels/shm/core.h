@@ -11,9 +11,6 @@
 #ifndef FASTCOMM_SHM_CORE_H
 #define FASTCOMM_SHM_CORE_H
 
-#include <stddef.h>
-#include <stdint.h>
-
 #include "announcement.h"
 #include "statistics.h"
 

@@ -157,27 +157,23 @@ static bool owes(struct shm_comm *comm, int rank, uint32_t seq,
     return !mailbox_is_enough && !shm_reached(&control_of(comm, rank)->reduced, seq);
 }
 
-static bool is_dead(struct shm_comm *comm, int rank) {
-    return comm->pidfds[rank].fd >= 0 && (comm->pidfds[rank].revents & POLLIN);
-}
-
 /* A peer that died, or gave up, and that collective `seq` still needs; -1 if there is none. The
  * dead come first: they are the cause. */
 static int find_lost_peer(struct shm_comm *comm, uint32_t seq,
                           bool (*is_done)(struct shm_comm *, uint32_t)) {
+    int lost = -1;
     poll(comm->pidfds, (nfds_t)comm->world_size, 0);
     for (int r = 0; r < comm->world_size; r++) {
-        if (is_dead(comm, r) && owes(comm, r, seq, is_done)) {
-            return r;
+        bool is_dead = comm->pidfds[r].fd >= 0 && (comm->pidfds[r].revents & POLLIN);
+        bool gave_up = r != comm->rank && atomic_load(&control_of(comm, r)->state) != SHM_ALIVE;
+        if ((is_dead || (gave_up && lost < 0)) && owes(comm, r, seq, is_done)) {
+            lost = r;
+        }
+        if (is_dead && lost == r) {
+            break;
         }
     }
-    for (int r = 0; r < comm->world_size; r++) {
-        if (r != comm->rank && atomic_load(&control_of(comm, r)->state) != SHM_ALIVE &&
-            owes(comm, r, seq, is_done)) {
-            return r;
-        }
-    }
-    return -1;
+    return lost;
 }
 
 /* ---- the interface ---- */
