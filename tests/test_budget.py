@@ -12,11 +12,11 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 CODE = (".py", ".pyx", ".pxd", ".pyi", ".c", ".h", ".cpp", ".cu", ".cuh", ".sh", ".md")
 BUDGETS = {
-    "fastcomm": 28150,
+    "fastcomm": 28110,
     "kernels": 3490,
-    "tests": 50020,
+    "tests": 49930,
     "bench": 6970,
-    "docs": 5340,
+    "docs": 5337,
 }
 SLACK = 0.01  # so that not every commit has to change this file
 

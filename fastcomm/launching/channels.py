@@ -38,7 +38,7 @@ class Channels:
         """
         self._connect = connect
         self._rank, self._processes = comm.rank, comm.processes
-        self._life = Standing()
+        self._standing = Standing()
         self._channels: dict[tuple[int, int], _Channel] = {}
         weakref.finalize(comm, self.end, aborts=True).atexit = False
         tell_at_end(self)
@@ -60,7 +60,7 @@ class Channels:
             increment_version(tensor)  # also where the thread comes to it later
         channel = self._channels.get((src, dst))
         if channel is None:
-            channel = _Channel(src, dst, peer, self._meet, self._life)
+            channel = _Channel(src, dst, peer, self._meet, self._standing)
             self._channels[src, dst] = channel
         return channel.move(tensor, async_op)
 
@@ -82,19 +82,19 @@ class Channels:
 
     def look(self) -> None:
         """Raises what ends a meeting: the communicator has ended on this rank."""
-        if self._life.failure is not None:
-            raise again(self._life.failure)
+        if self._standing.failure is not None:
+            raise again(self._standing.failure)
 
     def tell_of_end(self, has_raised: bool) -> None:
         """Those that have met tell of it themselves; none begins to meet."""
-        if not self._life.is_forked():
-            self._life.end(FastcommError(has_ended(self._rank)))
+        if not self._standing.is_forked():
+            self._standing.end(FastcommError(has_ended(self._rank)))
             for channel in self._channels.values():
                 channel.leave()
 
     def end(self, aborts: bool) -> None:
         why = has_aborted(self._rank) if aborts else has_closed(self._rank)
-        self._life.end(FastcommError(why))
+        self._standing.end(FastcommError(why))
         for channel in self._channels.values():
             channel.end(aborts)
 
@@ -111,13 +111,13 @@ class _Channel:
         dst: int,
         peer: int,
         meet: Callable[[int, int, Tensor], Transport],
-        life: Standing,
+        standing: Standing,
     ) -> None:
-        """life: of all channels."""
+        """standing: of all channels."""
         self._name = f"a message from rank {src} (here rank 0) to rank {dst} (here rank 1)"
         self._peer = peer
         self._make = partial(meet, src, dst)
-        self._life = life
+        self._standing = standing
         self._comm: Transport | None = None
         self._failure: FastcommError | None = None  # of the meeting
         self._newest: _Message | None = None
@@ -167,7 +167,7 @@ class _Channel:
             except BaseException as error:  # of a signal handler, say
                 self._failure = FastcommError(f"{error!r} has interrupted the first message")
                 raise
-            if self._life.failure is not None:  # while the ranks met
+            if self._standing.failure is not None:  # while the ranks met
                 self._comm.abort()
         return self._comm
 

@@ -93,7 +93,7 @@ class GroupCommunicator(Front, Transport):
         self._queue = WorkQueue(
             self.backend, rank, self.processes, exchange, bootstrap, timeout, neighbours
         )
-        self.standing, self.flight = self._queue.life, self._queue.flight
+        self.standing, self.flight = self._queue.standing, self._queue.flight
 
     # -- collectives -------------------------------------------------------------------------------
 

@@ -92,7 +92,7 @@ class GroupWork(BucketWork):
         self.has_followed = False  # a shadow's: it has taken part in what the others called
         self.entry: Entry | None = None  # once it is posted
         self._queue = work_queue
-        self._n_abandoned = work_queue.life.n_abandoned
+        self._n_abandoned = work_queue.standing.n_abandoned
         self._used_mask = used_mask
         self._times: tuple[int, int, int] | None = None
         self._is_skipped = False

@@ -80,7 +80,7 @@ class RunningCollective(NamedTuple):
 class WorkQueue:
     """What the works and the watchdog (watchdog.Watched) know of a communicator.
 
-    Any number of threads may call it. life: what the callers still have to be told.
+    Any number of threads may call it. standing: what the callers still have to be told.
     """
 
     # For the watchdog: the garbage collector may end it, and `number` goes on when the ranks meet
@@ -103,7 +103,7 @@ class WorkQueue:
         self.n_timekeepers = 0  # how many ask for the times of works
         # By label, for follow(): the other ranks' call says which of them is reduced.
         self.buckets: weakref.WeakValueDictionary[int, GroupBucket] = weakref.WeakValueDictionary()
-        self.life = Standing()
+        self.standing = Standing()
         self.flight = FlightRecorder(backend, rank, processes)
         self._exchange, self._notes = exchange, notes
         self._timeout_s = timeout.total_seconds()
@@ -138,13 +138,13 @@ class WorkQueue:
 
     def check_usable(self) -> None:
         """Raises what has ended the communicator, or why a forked process cannot use it."""
-        refusal = self.life.refusal()
+        refusal = self.standing.refusal()
         if refusal is not None:
             raise refusal
 
     def refuse_fork(self) -> None:
         """Raises FastcommError in a process forked from the communicator's."""
-        if self.life.is_forked():
+        if self.standing.is_forked():
             self.check_usable()
 
     def check(self) -> None:
@@ -152,7 +152,7 @@ class WorkQueue:
         self.check_usable()
         theirs = self._unheard()
         if theirs is not None:
-            raise self.heard(theirs.error, self.life.n_abandoned)
+            raise self.heard(theirs.error, self.standing.n_abandoned)
 
     def abandon(self) -> None:
         """Finishes what all ranks have announced, and ends what waits, on all ranks.
@@ -171,14 +171,14 @@ class WorkQueue:
             if theirs is None:
                 own.sleep()
             else:  # they have announced it: this rank joins them
-                self.life.n_abandoned = theirs.number
+                self.standing.n_abandoned = theirs.number
                 theirs.meeting.sleep()
 
         raised = see_through(meet, self.abort)
         met = own if theirs is None else theirs.meeting
         error = None if met is None else met.error
         if error is None:
-            self.life.tell()
+            self.standing.tell()
         if raised is not None:
             raise raised from error
         if error is not None:
@@ -188,7 +188,7 @@ class WorkQueue:
         """Posts `own`, unless others have abandoned the round and the caller does not know of it
         yet: then returns theirs.
         """
-        refusal = self.life.refusal()
+        refusal = self.standing.refusal()
         if refusal is not None:  # without the lock, which may be locked in a forked process
             own.refuse(refusal)
             return None
@@ -200,17 +200,17 @@ class WorkQueue:
 
     def abort(self) -> None:
         """Ends the communicator on all ranks."""
-        if self.life.is_forked():
+        if self.standing.is_forked():
             return
-        if self.life.failure is None:
+        if self.standing.failure is None:
             leave_abort(self._notes, self.rank)
         self._end(FastcommError(has_aborted(self.rank)))
 
     def close(self) -> None:
         """Ends the communicator on this rank."""
-        if self.life.is_forked():
+        if self.standing.is_forked():
             return
-        if self.life.failure is None:
+        if self.standing.failure is None:
             with contextlib.suppress(RuntimeError):
                 leave_closing(self._notes, self.rank, self.epoch, self._n_finished())
         self._end(FastcommError(has_closed(self.rank)))
@@ -223,7 +223,7 @@ class WorkQueue:
         return self.number - (bool(self._works) or self._is_meeting)
 
     def tell_of_end(self, has_raised: bool) -> None:
-        if self.life.refusal() is None:
+        if self.standing.refusal() is None:
             leave_last_words(self._notes, self.rank, has_raised)
             self._end(FastcommError(has_ended(self.rank)))
 
@@ -247,8 +247,8 @@ class WorkQueue:
 
     def _append(self, work: GroupWork) -> None:
         """Under the lock."""
-        if self.life.failure is not None:
-            work.refuse(self.life.failure)
+        if self.standing.failure is not None:
+            work.refuse(self.standing.failure)
             return
         if work.entry is None:  # else a signal handler has raised in here, and this is the retry
             work.entry = work.call.noted(self.flight)
@@ -288,16 +288,16 @@ class WorkQueue:
         """
         theirs = self._unheard()
         if theirs is not None and error is theirs.error:
-            self.life.n_abandoned = theirs.number
-            self.life.tell()
-        return self.life.told(error, n_abandoned)
+            self.standing.n_abandoned = theirs.number
+            self.standing.tell()
+        return self.standing.told(error, n_abandoned)
 
     def _unheard(self) -> PeerAbandonment | None:
         """The other ranks' abandonment that the caller does not know of yet, or None. What the
         caller calls once it knows belongs to the next round.
         """
         theirs = self._peer_abandonment
-        is_heard = theirs is None or theirs.number <= self.life.n_abandoned
+        is_heard = theirs is None or theirs.number <= self.standing.n_abandoned
         return None if is_heard else theirs
 
     def look_at_clock(self) -> None:
@@ -306,7 +306,7 @@ class WorkQueue:
 
         Also repeats what a signal handler's exception may have cut short.
         """
-        failure, works = self.life.failure, self._works
+        failure, works = self.standing.failure, self._works
         if failure is not None and running_s() - self._failed_at > INTERRUPTED_S:
             self._fail(failure)
         if works and self._current is None:
@@ -501,7 +501,7 @@ class WorkQueue:
         with self._lock:
             self._is_meeting = False
             if own is not None:
-                self.life.n_abandoned = self._n_met
+                self.standing.n_abandoned = self._n_met
             self._resolve([meeting], None)
 
     # -- what the watchdog sees; see fastcomm.comm.watchdog.Watched --------------------------------
@@ -567,10 +567,10 @@ class WorkQueue:
     def _fail(self, error: FastcommError) -> None:
         """Ends the communicator: all unfinished works end with its failure. May be called again."""
         with self._lock:
-            if self.life.failure is None:
+            if self.standing.failure is None:
                 self._failed_at = running_s()
-                self.life.end(error)
-            error = self.life.failure or error
+                self.standing.end(error)
+            error = self.standing.failure or error
             has_unfinished = bool(self._unfinished())
         if has_unfinished:
             self._exchange.interrupt()

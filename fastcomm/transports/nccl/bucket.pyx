@@ -22,7 +22,7 @@ from fastcomm.comm.gathering cimport GatheringBucket
 from fastcomm.comm.gradient_slot cimport GradientSlot
 from fastcomm.transports.nccl.block_wire cimport BlockWire
 from fastcomm.transports.nccl.calls cimport (
-    ALL_REDUCE, REDUCE_SCATTER_V, Call, Kind, call_all, reduce_scatter_v,
+    ALL_REDUCE, Call, call_all, reduce_scatter_v,
 )
 from fastcomm.transports.nccl.lane cimport Lane, InFlight
 from fastcomm.transports.nccl.library cimport dtype_number, ncclSuccess, op_number
@@ -123,7 +123,7 @@ cdef class NcclBucket(GatheringBucket):
         self.link, self.wire, self.blocks = link, wire, blocks
         self.lane = link.lane(lane)
         self.in_flight = self._new_record(
-            ALL_REDUCE if bounds is None else REDUCE_SCATTER_V, label
+            "all_reduce" if bounds is None else "reduce_scatter_v", label
         )
         self.kept, self.wire_address = [], <void *><size_t>wire.data_ptr()
         self._fill_in_calls(bounds)
@@ -164,7 +164,7 @@ cdef class NcclBucket(GatheringBucket):
         self.n_calls = n + 1
         return 0
 
-    cdef InFlight _new_record(self, Kind kind, uint32_t label):
+    cdef InFlight _new_record(self, str kind, uint32_t label):
         cdef InFlight in_flight = self.link.launches.new_record()
         in_flight.kind, in_flight.label = kind, label
         in_flight.dtype, in_flight.numel = self.wire.dtype, self.wire.numel()

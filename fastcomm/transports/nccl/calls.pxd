@@ -3,8 +3,6 @@ from fastcomm.transports.nccl.library cimport ncclComm_t
 
 cdef enum Kind:
     ALL_REDUCE, BROADCAST, ALL_GATHER, REDUCE_SCATTER, REDUCE, SEND, RECV
-    # no calls of their own, but what an in-flight record stands for
-    GATHER, SCATTER, ALL_TO_ALL, REDUCE_SCATTER_V, ALL_GATHER_V, REGISTRATION, MEETING
 
 
 # One call into NCCL. root: also the rank to send to, or to receive from.

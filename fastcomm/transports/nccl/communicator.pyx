@@ -32,8 +32,8 @@ from fastcomm.transports.cuda.driver cimport (
     CUcontext, CUstream, Device, Event, check, driver, order_streams,
 )
 from fastcomm.transports.nccl.calls cimport (
-    ALL_GATHER, ALL_GATHER_V, ALL_REDUCE, ALL_TO_ALL, BROADCAST, GATHER, REDUCE_SCATTER, SCATTER,
-    Call, Kind, all_gather_v, call_all, sends_and_receives,
+    ALL_GATHER, ALL_REDUCE, BROADCAST, REDUCE_SCATTER, Call, Kind, all_gather_v, call_all,
+    sends_and_receives,
 )
 from fastcomm.transports.nccl.lane cimport Lane, InFlight
 from fastcomm.transports.nccl.launches cimport Launches
@@ -42,8 +42,9 @@ from fastcomm.transports.nccl.link cimport Link
 
 
 cdef object INCREMENT_VERSION = torch._C._increment_version  # of tensors in a sequence
+# By Kind, of what one call of NCCL's does.
+cdef tuple NAMES = ("all_reduce", "broadcast", "all_gather_single", "reduce_scatter_single")
 cdef tuple FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
-cdef dict PARTED = {CALL_GATHER: GATHER, CALL_SCATTER: SCATTER, CALL_ALL_TO_ALL: ALL_TO_ALL}
 
 
 @cython.freelist(8)
@@ -150,7 +151,7 @@ cdef class NcclCommunicator(Front, Transport):
             rank, world_size, bootstrap, timeout.total_seconds(), device, neighbours
         )
         self.processes, self.cuda = self.link.processes, self.link.cuda
-        self.standing, self.flight = self.link.life, self.link.launches.flight
+        self.standing, self.flight = self.link.standing, self.link.launches.flight
 
     def close(self, double timeout=30):
         """Ends the use of this communicator on this rank, when what was launched is done, or after
@@ -178,11 +179,11 @@ cdef class NcclCommunicator(Front, Transport):
         What came before the round all ranks have, also one that is late.
         """
         self.link.check_open()
-        if not in_any_case and self.link.life.is_told():
+        if not in_any_case and self.link.standing.is_told():
             return
         self.link.abandon()
         if not in_any_case:
-            self.link.life.leave_backward(self.rank)
+            self.link.standing.leave_backward(self.rank)
 
     def keep_times(self, bint is_on):
         """At first waits for the current stream."""
@@ -208,7 +209,7 @@ cdef class NcclCommunicator(Front, Transport):
         """What was launched so far is not abandoned with what comes."""
         cdef Link link = self.link
         self.begun_after = -1
-        link.life.settle()
+        link.standing.settle()
         link.n_settled = 0 if link.is_split_up else link.launches.number
 
     def check(self):
@@ -273,7 +274,7 @@ cdef class NcclCommunicator(Front, Transport):
         """One launch."""
         self.check_tensor(flat)
         rounds.refuse_in_join(self)
-        cdef NcclWork work = self._new_work(ALL_GATHER_V, flat.dtype, bounds[-1], 0, True)
+        cdef NcclWork work = self._new_work("all_gather_v", flat.dtype, bounds[-1], 0, True)
         cdef bytearray memory = bytearray(self.world_size * sizeof(Call))
         cdef Call *calls = <Call *><char *>memory
         cdef size_t n
@@ -346,7 +347,9 @@ cdef class NcclCommunicator(Front, Transport):
             op = OPS[asked.d.op]
         summed = self._for_mean(outs) if op == "mean" else outs
         dtype = summed[0].dtype if summed else torch.uint8
-        cdef NcclWork work = self._new_work(kind, dtype, asked.d.numel, asked.d.root, async_op)
+        cdef NcclWork work = self._new_work(
+            kind_of(&asked.d), dtype, asked.d.numel, asked.d.root, async_op
+        )
         cdef int dtype_code = dtype_number(dtype), op_code = 0 if op is None else op_number(op)
         cdef bytearray memory = bytearray((len(outs) + 1) * sizeof(Call))
         cdef Call *calls = <Call *><char *>memory
@@ -421,7 +424,9 @@ cdef class NcclCommunicator(Front, Transport):
 
     cdef object _collective(self, Kind kind, inp, out, op, int root, bint async_op, divided):
         """Launches one collective. divided: the tensor for the mean of what is summed in `out`."""
-        cdef NcclWork work = self._new_work(kind, inp.dtype, inp.numel(), root, async_op)
+        cdef NcclWork work = self._new_work(
+            NAMES[<int>kind], inp.dtype, inp.numel(), root, async_op
+        )
         cdef Call call
         call.kind, call.root, call.dtype = kind, root, dtype_number(inp.dtype)
         call.source, call.target = <void *><size_t>inp.data_ptr(), <void *><size_t>out.data_ptr()
@@ -437,7 +442,7 @@ cdef class NcclCommunicator(Front, Transport):
         """One group of sends and receives."""
         dtype = out.dtype if inp is None else inp.dtype
         cdef NcclWork work = self._new_work(
-            PARTED[asked.d.kind], dtype, parts.numel, asked.d.root, async_op
+            kind_of(&asked.d), dtype, parts.numel, asked.d.root, async_op
         )
         cdef bytearray memory = bytearray(2 * self.world_size * sizeof(Call))
         cdef Call *calls = <Call *><char *>memory
@@ -448,7 +453,7 @@ cdef class NcclCommunicator(Front, Transport):
         work.written = None if out is None else (out,)
         return self._launch(work, None, calls, n, (out, inp), async_op)
 
-    cdef NcclWork _new_work(self, Kind kind, dtype, size_t numel, int root, bint is_async):
+    cdef NcclWork _new_work(self, str kind, dtype, size_t numel, int root, bint is_async):
         """A collective that is about to be launched on the first lane, and what it is called in
         messages.
         """

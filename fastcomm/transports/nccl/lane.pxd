@@ -3,7 +3,6 @@ from libc.stdint cimport uint32_t, uint64_t
 from fastcomm.postmortem.flight_recorder cimport Entry, FlightRecorder
 from fastcomm.transports.cuda.driver cimport Device, Event, Stream
 from fastcomm.transports.cuda.graphs cimport CapturedGraphs
-from fastcomm.transports.nccl.calls cimport Kind
 from fastcomm.transports.nccl.library cimport ncclComm_t
 
 
@@ -14,8 +13,8 @@ cdef class InFlight:
     cdef double since  # time of the last known progress
     cdef bint is_pending, is_marked
     cdef int root
-    cdef Kind kind
-    cdef object dtype, op
+    cdef str kind  # as in control/announcement.pyx, or what else ranks do together
+    cdef object dtype, op  # None: there is none
     cdef size_t numel
     cdef uint32_t label
     cdef uint64_t step

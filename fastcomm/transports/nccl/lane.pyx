@@ -22,17 +22,9 @@ from libc.string cimport memcpy
 from fastcomm.postmortem.flight_recorder cimport FlightRecorder
 from fastcomm.transports.cuda.driver cimport Device, Event, Stream, check, driver
 from fastcomm.transports.cuda.graphs cimport CapturedGraphs
-from fastcomm.transports.nccl.calls cimport MEETING
 from fastcomm.transports.nccl.library cimport (
     error_of, nccl, ncclComm_t, ncclSuccess, ncclUniqueId,
 )
-
-
-cdef tuple KIND_NAMES = (
-    "all_reduce", "broadcast", "all_gather_single", "reduce_scatter_single", "reduce",
-    "send", "recv", "gather", "scatter", "all_to_all_single", "reduce_scatter_v", "all_gather_v",
-    "registration", "meeting of the ranks",
-)  # by Kind
 
 
 @cython.no_gc_clear  # a work that is collected hands its record on
@@ -47,17 +39,17 @@ cdef class InFlight:
         self.done, self.mark = Event(device), Event(device)
 
     def describe(self):
-        if self.kind == MEETING:
-            return Called(KIND_NAMES[MEETING], KIND_NAMES[MEETING])
+        if self.dtype is None:
+            return Called(self.kind, self.kind)
         return called(
-            KIND_NAMES[self.kind], self.numel, self.dtype, op=self.op,
+            self.kind, self.numel, self.dtype, op=self.op,
             root=self.root, label=self.label, step=self.step,
         )
 
     cdef int note(self, FlightRecorder flight, int lane) except -1:
         """The record's next collective is launched."""
         self.entry = flight.note(
-            <str>KIND_NAMES[self.kind], self.dtype, self.numel, self.number,
+            self.kind, self.dtype, self.numel, self.number,
             <str>self.op if self.op is not None else None, self.root, self.label, self.step,
         )
         self.entry.lane = lane
@@ -142,7 +134,7 @@ cdef class Lane:
 
     cdef bint is_in_use(self):
         """Whether another thread is inside NCCL with this communicator."""
-        is_calling = self.calling is not None and self.calling.kind != MEETING
+        is_calling = self.calling is not None and self.calling.dtype is not None
         return is_calling or self.n_inside > 0
 
 

@@ -13,7 +13,7 @@ cdef class Link:
     cdef readonly int rank, world_size
     cdef readonly tuple processes
     cdef readonly int epoch
-    cdef Standing life
+    cdef Standing standing
     cdef object __weakref__
     cdef Device cuda
     cdef Stream flattener  # for gradients that lie elsewhere than in their bucket

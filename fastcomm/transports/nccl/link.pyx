@@ -30,7 +30,6 @@ from cpython.exc cimport PyErr_CheckSignals
 from posix.unistd cimport usleep
 
 from fastcomm.postmortem.flight_recorder cimport FlightRecorder
-from fastcomm.transports.nccl.calls cimport MEETING, REGISTRATION
 from fastcomm.transports.nccl.lane cimport errors_of
 from fastcomm.transports.nccl.library cimport (
     error_of, nccl, ncclComm_t, ncclInProgress, ncclSuccess,
@@ -58,7 +57,7 @@ cdef class Link:
         list neighbours,
     ):
         self.rank, self.world_size, self.timeout_s = rank, world_size, timeout_s
-        self.life, self.bootstrap = Standing(), bootstrap
+        self.standing, self.bootstrap = Standing(), bootstrap
         self.ending, self.buckets, self.rejoining = threading.Lock(), weakref.WeakSet(), []
         self.cuda, self.lanes = Device(device), []
         self.flattener, self.graphs = Stream(self.cuda), CapturedGraphs(self.cuda)
@@ -79,9 +78,9 @@ cdef class Link:
         tell_at_end(self)
 
     def tell_of_end(self, bint has_raised):
-        if self.life.refusal() is None:
+        if self.standing.refusal() is None:
             leave_last_words(self.bootstrap, self.rank, has_raised)
-            self.life.end(FastcommError(has_ended(self.rank)))
+            self.standing.end(FastcommError(has_ended(self.rank)))
             self.watchdog.stop()
 
     cdef _add_lane(self, look):
@@ -148,7 +147,7 @@ cdef class Link:
                 deferred = error
             with nogil:
                 usleep(POLL_US)
-            if self.life.failure is not None or (
+            if self.standing.failure is not None or (
                 self.interruption is not None and in_flight.number > self.n_kept
             ):
                 break
@@ -161,7 +160,7 @@ cdef class Link:
         """
         cdef Lane lane = self.lanes[0]
         cdef InFlight in_flight = self.launches.new_record()
-        in_flight.kind = MEETING
+        in_flight.kind = "meeting of the ranks"
         self.launches.begin(lane, in_flight, None)
         try:
             try:
@@ -178,8 +177,8 @@ cdef class Link:
         """Called while NCCL lets the ranks meet again. Raises when the watchdog has found that they
         will not.
         """
-        if self.life.failure is not None:
-            raise again(self.life.failure)
+        if self.standing.failure is not None:
+            raise again(self.standing.failure)
 
     def _look_for_all(self):
         """Looks as _look, while no rank is inside NCCL yet. Also raises when another rank has
@@ -191,12 +190,12 @@ cdef class Link:
 
     cdef close(self, double timeout):
         """Waits for what is under way, at most so long, and leaves NCCL."""
-        if self.life.is_forked() or self.life.failure is not None:
+        if self.standing.is_forked() or self.standing.failure is not None:
             return
         if self.graphs.count() > 0:
             raise FastcommError(f"{self.graphs.count()} CUDA graph(s) with collectives of this "
                                 "communicator are alive: delete them first")
-        self.life.end(FastcommError(has_closed(self.rank)))
+        self.standing.end(FastcommError(has_closed(self.rank)))
         self.is_closed = True
         self.watchdog.stop()
         with contextlib.suppress(RuntimeError):  # as in leave_abort()
@@ -213,7 +212,7 @@ cdef class Link:
             raise errors[0]
 
     cdef abort(self):
-        if not self.life.is_forked() and self.life.failure is None:
+        if not self.standing.is_forked() and self.standing.failure is None:
             leave_abort(self.bootstrap, self.rank)
             self.is_closed = True
             self._fail(FastcommError(has_aborted(self.rank)))
@@ -221,9 +220,9 @@ cdef class Link:
 
     cdef abandon(self):
         """Ends the lanes on every rank; the ranks meet again at their next collective."""
-        self.life.n_abandoned += 1
+        self.standing.n_abandoned += 1
         self._abandon()
-        self.life.tell()
+        self.standing.tell()
 
     cdef _abandon(self):
         cdef uint64_t n_kept = 0
@@ -257,7 +256,7 @@ cdef class Link:
         """
         deadline = Deadline(KEEP_S)
         while self._has_unfinished(self.n_settled):
-            is_ended = self.life.failure is not None or self.interruption is not None
+            is_ended = self.standing.failure is not None or self.interruption is not None
             if is_ended or deadline.is_over():
                 return 0
             with nogil:
@@ -354,13 +353,13 @@ cdef class Link:
 
     def _fail(self, error):
         cdef str left_behind
-        if self.life.failure is None:
-            self.life.end(error)
+        if self.standing.failure is None:
+            self.standing.end(error)
             left_behind = self._abort_lanes()
             if left_behind:
                 error = again(error)
                 error.args = (f"{error}{left_behind}", *error.args[1:])
-                self.life.failure = error
+                self.standing.failure = error
                 # a thread that stays inside NCCL cannot raise it
                 print(f"fastcomm: {error}", file=sys.stderr, flush=True)
 
@@ -406,7 +405,7 @@ cdef class Link:
         if self.world_size == 1 or not self.pool.can_register(<void *><size_t>memory.data_ptr()):
             return
         cdef InFlight in_flight = self.launches.new_record()
-        in_flight.kind, in_flight.label = REGISTRATION, label
+        in_flight.kind, in_flight.label = "registration", label
         in_flight.dtype, in_flight.numel = memory.dtype, memory.numel()
         self.launches.begin(lane, in_flight, None)
         try:
@@ -440,14 +439,14 @@ cdef class Link:
     cdef object _take_interruption(self):
         """Returns the interruption, to be raised, and clears it: it is raised once."""
         interruption, self.interruption = self.interruption, None
-        self.life.n_abandoned += 1
-        self.life.tell()
-        return self.life.told(interruption)
+        self.standing.n_abandoned += 1
+        self.standing.tell()
+        return self.standing.told(interruption)
 
     cdef int check_open(self) except -1:
         """Raises the error that has ended the communicator."""
-        if self.life.failure is not None or self.life.is_forked():
-            raise self.life.refusal()
+        if self.standing.failure is not None or self.standing.is_forked():
+            raise self.standing.refusal()
         return 0
 
     cdef int check_work(self, int epoch, uint64_t number) except -1:
@@ -458,7 +457,7 @@ cdef class Link:
         if self.interruption is not None:
             raise self._take_interruption()
         if self.is_split_up or epoch != self.epoch:
-            raise self.life.told(AbandonedError(
+            raise self.standing.told(AbandonedError(
                 "this collective was abandoned with all that was under way"
             ))
         return 0
@@ -476,9 +475,9 @@ cdef class Link:
         error = self.watchdog.named(self, error)
         if self.interruption is not None:
             return self._take_interruption()
-        if self.life.failure is None:
+        if self.standing.failure is None:
             self.watchdog.give_up(self, error)
-        return again(self.life.failure)
+        return again(self.standing.failure)
 
 
 def _label(bucket):

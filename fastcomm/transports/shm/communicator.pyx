@@ -48,7 +48,7 @@ cdef class ShmCommunicator(Front, Transport):
             raise InitError(f"the shm transport takes up to {MAX_RANKS} ranks, not {world_size}")
         self.ring = Ring(rank, world_size, bootstrap, timeout)
         self.processes = self.ring.segments.processes
-        self.standing, self.flight = self.ring.life, self.ring.flight
+        self.standing, self.flight = self.ring.standing, self.ring.flight
 
     def close(self):
         """Ends the use of this communicator on this rank; peers that still wait for it get
@@ -135,11 +135,11 @@ cdef class ShmCommunicator(Front, Transport):
             self.broadcast(tensor, src)
 
     def begin_round(self, op, part, reducer):
-        self.ring.life.settle()
+        self.ring.standing.settle()
         return part
 
     def end_round(self):
-        self.ring.life.settle()
+        self.ring.standing.settle()
 
     def follow(self):
         return self.ring.shadow()
@@ -156,11 +156,11 @@ cdef class ShmCommunicator(Front, Transport):
 
     def abandon(self, *, bint in_any_case=False):
         self.ring.check_usable()
-        if not in_any_case and self.ring.life.is_told():
+        if not in_any_case and self.ring.standing.is_told():
             return
         self.ring.abandon()
         if not in_any_case:
-            self.ring.life.leave_backward(self.rank)
+            self.ring.standing.leave_backward(self.rank)
 
     def bind_bucket(
         self, flat, list views, list offsets, *, wire_dtype, uint32_t label, int lane=0,

@@ -40,7 +40,7 @@ cdef struct Patience:  # of one wait
 
 cdef class Ring:
     cdef readonly int rank, world_size
-    cdef readonly Standing life
+    cdef readonly Standing standing
     cdef FlightRecorder flight
     cdef object __weakref__
     cdef Segments segments

@@ -152,7 +152,7 @@ cdef class Ring:
         cdef Segments segments = Segments(rank, world_size, bootstrap, shm_control_bytes())
         self.segments, self.rank, self.world_size = segments, rank, world_size
         self.timeout_s = timeout.total_seconds()
-        self.life, self.works = Standing(), [None] * SHM_RING
+        self.standing, self.works = Standing(), [None] * SHM_RING
         self.flight = FlightRecorder("shm", rank, segments.processes)
         self.arena = segments.of(rank)
         self.handle = shm_open_comm(
@@ -171,27 +171,27 @@ cdef class Ring:
     # -- the end --
 
     def tell_of_end(self, bint has_raised):
-        if not self.life.is_forked():
+        if not self.standing.is_forked():
             state = SHM_RAISED if has_raised else SHM_ENDED
             self._end(state, -1, FastcommError(has_ended(self.rank)))
 
     cdef void _drop(self) noexcept:
         """Without close(). Not in a forked child: the segment is the parent's."""
-        if self.life.failure is None and not self.life.is_forked():
+        if self.standing.failure is None and not self.standing.is_forked():
             shm_set_state(self.handle, SHM_DROPPED, -1)
 
     cdef close(self, int state, str message):
         """Ends the use of the ring on this rank. state: SHM_CLOSED or SHM_ABORTED."""
-        if not self.life.is_forked():
+        if not self.standing.is_forked():
             self._end(state, -1, FastcommError(message))
 
     cdef _end(self, int state, int blames, object failure):
         """Ends the use of the communicator, now or, if a thread is inside it, as soon as that comes
         out.
         """
-        if self.life.failure is not None:
+        if self.standing.failure is not None:
             return
-        self.life.end(failure)
+        self.standing.end(failure)
         shm_set_state(self.handle, state, blames)
         if not self.busy:
             self._bury()
@@ -204,13 +204,13 @@ cdef class Ring:
         unfinished = [work for work in self.works if work is not None]
         self.works = [None] * SHM_RING
         for work in unfinished:
-            work.resolve(self.life.failure)
+            work.resolve(self.standing.failure)
             work.release()
 
     cdef int _come_out(self) except -1:
         """Called when a thread is back from the C core."""
         self.busy = False
-        if self.life.failure is not None:
+        if self.standing.failure is not None:
             self._bury()
         return 0
 
@@ -261,9 +261,9 @@ cdef class Ring:
 
     cdef int check_usable(self) except -1:
         """Raises the reason if no collective can begin."""
-        if self.life.failure is not None or self.life.is_forked():
-            refusal = self.life.refusal()
-            if not self.life.is_forked():
+        if self.standing.failure is not None or self.standing.is_forked():
+            refusal = self.standing.refusal()
+            if not self.standing.is_forked():
                 self._raise_deferred(refusal)
             raise refusal
         if self.busy:
@@ -305,7 +305,7 @@ cdef class Ring:
         work.ring, work.tensors, work.entry = self, inp, entry
         work.written = written
         if posted == SHM_OK:
-            work.seq, work.n_abandoned = seq, self.life.n_abandoned
+            work.seq, work.n_abandoned = seq, self.standing.n_abandoned
             self.works[seq % SHM_RING] = work
         else:
             self.post(d, input, output, work)
@@ -353,7 +353,7 @@ cdef class Ring:
                 self._give_up(self._lost())
             else:
                 self._between_slices(&patience)
-        self.last, work.n_abandoned = work.seq, self.life.n_abandoned
+        self.last, work.n_abandoned = work.seq, self.standing.n_abandoned
         self.works[work.seq % SHM_RING] = work
         return 0
 
@@ -403,7 +403,7 @@ cdef class Ring:
             return 0
         error, self.interruption = self.interruption, None
         self._realign()
-        copy = self._uncut(self.life.told, error, -1)
+        copy = self._uncut(self.standing.told, error, -1)
         self._raise_deferred(copy)
         raise copy
 
@@ -414,7 +414,7 @@ cdef class Ring:
         if self.deferred is not None:
             self._raise_deferred(work.error)
         if work.error is not None:
-            raise self.life.told(work.error, work.n_abandoned)
+            raise self.standing.told(work.error, work.n_abandoned)
         return 0
 
     cdef int _raise_deferred(self, cause) except -1:
@@ -434,7 +434,7 @@ cdef class Ring:
         """
         cdef announcement d = announced(CALL_ABANDON)
         cdef ShmWork work
-        self.life.n_abandoned += 1
+        self.standing.n_abandoned += 1
         self.is_realigning = True
         try:
             while True:
@@ -444,14 +444,14 @@ cdef class Ring:
                 self.finish(work)
                 if work.error is None:
                     break
-                if self.life.failure is not None:
+                if self.standing.failure is not None:
                     raise again(work.error)
             for work in [work for work in self.works if work is not None]:
                 self.finish(work)
         finally:
             self.is_realigning = False
         try:
-            self.life.tell()
+            self.standing.tell()
         except BaseException as raised:
             self._defer(raised)
 
@@ -489,7 +489,7 @@ cdef class Ring:
         self._look_at_signals()
         cdef double now = running_s()
         cdef uint64_t progress
-        if self.life.failure is not None:  # a signal handler has ended the communicator
+        if self.standing.failure is not None:  # a signal handler has ended the communicator
             return 0
         progress = shm_progress(self.handle)
         if patience.deadline == 0 or progress != patience.progress:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import struct
 from types import SimpleNamespace
 from typing import Any
@@ -70,8 +69,10 @@ def _announce_nonsense(place: Place) -> str:
     comm.barrier()
     with pytest.MonkeyPatch.context() as patch:
         if place.rank == 1:
-            from_nobody = functools.partial(Call, root=60000)
-            patch.setattr("fastcomm.transports.group.communicator.Call", from_nobody)
+            patch.setattr(
+                "fastcomm.transports.group.communicator.Call",
+                lambda *values, **options: Call(*values, **options | {"root": 60000}),
+            )
         with pytest.raises(FastcommError) as caught:
             comm.all_reduce(torch.ones(3))
     return str(caught.value)
