@@ -197,9 +197,9 @@ def with_checksum(steps: int, checksum: int) -> int:
     return (record & 0x7FFFFFFF) * _RECORDS + steps % _RECORDS
 
 
-def count_of(steps: int) -> int:
-    """The number of steps in what steps_made() has packed."""
-    return steps % _RECORDS
+def unpacked(steps: int) -> tuple[int, int]:
+    """The record and the number of steps that steps_made() has packed."""
+    return divmod(steps, _RECORDS)
 
 
 # ---- refusals, before any peer is involved -------------------------------------------------------

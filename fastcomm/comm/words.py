@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 from fastcomm.comm import messages
-from fastcomm.comm.collective import BUCKETS_PER_REDUCER, ROOTED, SHADOW, count_of, name_of
+from fastcomm.comm.collective import BUCKETS_PER_REDUCER, ROOTED, SHADOW, name_of, unpacked
 from fastcomm.errors import MismatchError
 
 OTHERS_GRADIENT = "lies in that of another one: clone gradients before you exchange them"
@@ -40,14 +40,14 @@ class Called(NamedTuple):
     step: int = 0
 
     def __str__(self) -> str:
-        has_record = self.label and self.step >> 32
-        return self.without_record() + (f" (record {self.step >> 32:08x})" if has_record else "")
+        record, _ = unpacked(self.step)
+        return self.without_record() + (f" (record {record:08x})" if self.label and record else "")
 
     def without_record(self) -> str:
         """In words, where nobody compares records."""
         if not (self.label and self.step):
             return self.words
-        n_steps = count_of(self.step)
+        _, n_steps = unpacked(self.step)
         return f"{self.words} after {n_steps} step{'s' if n_steps != 1 else ''}"
 
 
@@ -74,9 +74,9 @@ def called(
         reducer, bucket = divmod(label, BUCKETS_PER_REDUCER)
         words += f" (bucket {bucket - 1} of reducer {reducer})"
     elif step:
-        n_tensors = count_of(step)
+        checksum, n_tensors = unpacked(step)
         words += f" in {n_tensors} tensor{'s' if n_tensors != 1 else ''}"
-        words += f" (sizes {step >> 32:08x})"
+        words += f" (sizes {checksum:08x})"
     return Called(kind, words, label, step)
 
 

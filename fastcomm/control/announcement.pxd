@@ -46,6 +46,10 @@ cdef Entry noted(FlightRecorder flight, const announcement *a, uint64_t number)
 cdef class Call:
     cdef announcement it
     cdef readonly str kind, op
-    cdef readonly object dtype, wire, numel, label, step
+    cdef readonly object dtype, wire, numel, root, label, step
 
     cdef int _decode(self) except -1
+
+
+cdef Call call_of(const announcement *a)
+cdef int dtype_code(dtype) except -1

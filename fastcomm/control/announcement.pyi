@@ -11,6 +11,7 @@ class Call:
     dtype: torch.dtype
     wire: torch.dtype
     numel: int
+    root: int
     label: int
     step: int
     nbytes: int

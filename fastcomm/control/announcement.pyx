@@ -5,6 +5,8 @@ all ranks conclude of their announcements.
 
 from typing import NamedTuple
 
+from torch import float8_e5m2
+
 from fastcomm.comm.collective import (
     BLOCK_DTYPES, BUCKET_OPS, CPU_DTYPES, OPS, SHADOW, SKIP, canonical_op,
 )
@@ -19,7 +21,9 @@ cdef tuple KINDS = (
     None, "barrier", "all_reduce", "broadcast", "all_gather_single", "reduce_scatter_single",
     "gather", "scatter", "all_to_all_single", "reduce_scatter_v", "all_gather_v", "abandon",
 )
-cdef tuple OP_NAMES = BUCKET_OPS, DTYPES = (*CPU_DTYPES, *BLOCK_DTYPES)
+# NCCL takes the last dtype, too.
+cdef tuple OP_NAMES = BUCKET_OPS, DTYPES = (*CPU_DTYPES, *BLOCK_DTYPES, float8_e5m2)
+cdef dict DTYPE_CODES = {dtype: code for code, dtype in enumerate(DTYPES)}
 cdef dict OP_CODES = {op: code for code, op in enumerate(BUCKET_OPS)}
 cdef dict PLAIN_OP_CODES = {op: OP_CODES[op] for op in OPS}
 
@@ -68,6 +72,17 @@ cdef Entry noted(FlightRecorder flight, const announcement *a, uint64_t number):
     )
 
 
+cdef Call call_of(const announcement *a):
+    cdef Call call = Call.__new__(Call)
+    call.it = a[0]
+    call._decode()
+    return call
+
+
+cdef int dtype_code(dtype) except -1:
+    return DTYPE_CODES[dtype]
+
+
 cdef class Call:
     """An announcement as an object. Calls are equal that ranks may make together if none votes."""
 
@@ -78,7 +93,7 @@ cdef class Call:
         """part: a transport.Part, of a bucket. has_data: else the others' call counts alone."""
         self.it = announced(KINDS.index(kind), OP_CODES[op])
         self.it.numel, self.it.root, self.it.label, self.it.steps = numel, root, label, step
-        self.it.dtype, self.it.wire = DTYPES.index(dtype), DTYPES.index(wire or dtype)
+        self.it.dtype, self.it.wire = DTYPE_CODES[dtype], DTYPE_CODES[wire or dtype]
         self.it.presence = HAS_DATA if has_data else HAS_NO_DATA
         if part is not None:
             self.it.weight, self.it.scale, votes, _ = part
@@ -90,7 +105,8 @@ cdef class Call:
         self.kind = kind_of(&self.it)
         self.op = SKIP if self.it.presence == VOTES_TO_SKIP else OP_NAMES[self.it.op]
         self.dtype, self.wire = DTYPES[self.it.dtype], DTYPES[self.it.wire]
-        self.numel, self.label, self.step = self.it.numel, self.it.label, self.it.steps
+        self.numel, self.root = self.it.numel, self.it.root
+        self.label, self.step = self.it.label, self.it.steps
         return 0
 
     def packed(self):
@@ -100,12 +116,11 @@ cdef class Call:
     @staticmethod
     def of(const unsigned char[:] packed, int world_size):
         """The call that was packed. Raises ValueError if it is none."""
-        cdef Call call = Call.__new__(Call)
-        memcpy(&call.it, &packed[0], sizeof(announcement))
-        if not is_collective(&call.it, world_size):
+        cdef announcement found
+        memcpy(&found, &packed[0], sizeof(announcement))
+        if not is_collective(&found, world_size):
             raise ValueError(f"{bytes(packed).hex()}, which is no collective")
-        call._decode()
-        return call
+        return call_of(&found)
 
     def __eq__(self, other):
         cdef Call one = other

@@ -58,20 +58,19 @@ cdef class Front:
 
     cdef object _taken(self, tensor, announcement *d, char **data):
         """Checks that a collective can begin and can take the tensor. Fills in its address and, of
-        the announcement, its numel. Returns it as it is to be held, perhaps as a view.
+        the announcement, its numel and dtype. Returns it as it is to be held, perhaps as a view.
         """
         self._check_usable()
         taken = self._viewed(tensor, OPS[d.op])
         data[0], d.numel = <char *><size_t>taken.data_ptr(), taken.numel()
+        d.dtype = d.wire = dtype_code(taken.dtype)
         return taken
 
     cdef object _run(self, Asked *asked, inp, out, bint async_op):
         """Runs a collective, or begins it and returns its Work. inp: None where this rank has
         nothing to send. out: None where nothing is written.
         """
-        return self.run(
-            kind_of(&asked.d), OPS[asked.d.op], asked.d.root, inp, out, async_op
-        )
+        return self.run(call_of(&asked.d), inp, out, async_op)
 
     cdef object _run_together(
         self, Asked *asked, list tensors, list begins, list numels, bint async_op
@@ -79,13 +78,11 @@ cdef class Front:
         """As _run, of the all_reduce or the broadcast of many tensors. Those to be broadcast are
         bytes. begins: the addresses of what is to be reduced.
         """
-        return self.run_together(
-            kind_of(&asked.d), OPS[asked.d.op], asked.d.root, tensors, asked.d.steps, async_op
-        )
+        return self.run_together(call_of(&asked.d), tensors, async_op)
 
     cdef object _run_parts(self, Asked *asked, inp, out, parts, bint async_op):
         """As _run, of an all_to_all_single whose parts differ in size: a comm.parts.Parts."""
-        return self.run_parts(kind_of(&asked.d), asked.d.root, inp, out, parts, async_op)
+        return self.run_parts(call_of(&asked.d), inp, out, parts, async_op)
 
     # -- collectives --
 
@@ -132,6 +129,7 @@ cdef class Front:
         check_root("src", src, self.world_size)
         flats = [tensor.detach().view(-1).view(torch.uint8) for tensor in taken]
         asked.d.root, asked.d.numel = src, sum(map(len, flats))
+        asked.d.dtype = asked.d.wire = dtype_code(torch.uint8)
         self._run_together(&asked, flats, None, None, False)
 
     def all_gather_single(self, out, inp, *, bint async_op=False):

@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from fastcomm.comm.autograd_stack import enclosing_backward
-from fastcomm.comm.collective import Op, canonical_op
+from fastcomm.comm.collective import Op, canonical_op, unpacked
 from fastcomm.comm.communicator import Communicator, ProcessBound
 from fastcomm.comm.transport import Transport
 from fastcomm.errors import FastcommError
@@ -653,7 +653,7 @@ class Reducer(ProcessBound, ReducerFlags):
             if self._audit is not None:
                 self._audit.compare(self)
             if self.n_rounds >= self._stragglers.due_at and not self.comm.open_join:
-                told = divmod(self.steps.packed(), 1 << 32)
+                told = unpacked(self.steps.packed())
                 with all_or_none(self.comm):
                     steps = self._stragglers.tell(self.n_rounds, *told)
             if self._audit is not None:

@@ -109,49 +109,35 @@ class GroupCommunicator(Front, Transport):
         self._queue.check_usable()
 
     def run(
-        self,
-        kind: str,
-        op: str,
-        root: int,
-        inp: Tensor | None,
-        out: Tensor | None,
-        async_op: bool,
+        self, call: Call, inp: Tensor | None, out: Tensor | None, async_op: bool
     ) -> GroupWork | None:
         inp, out = _flat(inp), _flat(out)
-        part = out if kind == "scatter" else inp
-        if part is None:  # the announcement is the whole barrier
-            return self._begin(GroupWork(self._queue, Call(kind)), async_op)
-        if kind in ("gather", "scatter", "all_to_all_single"):
-            parts = equal_parts(kind, self, part.numel(), root)
-            return self.run_parts(kind, root, inp, out, parts, async_op)
-        call = Call(kind, part.numel(), part.dtype, op=op, root=root)
-        transfer = self._transfer_of(kind, root, part, out)
-        fusable = part if kind == "all_reduce" else None
-        work = GroupWork(self._queue, call, transfer, part, fusable=fusable)
+        if call.kind in ("gather", "scatter", "all_to_all_single"):
+            parts = equal_parts(call.kind, self, call.numel, call.root)
+            return self.run_parts(call, inp, out, parts, async_op)
+        # of a barrier, the announcement is all there is
+        transfer = None if inp is None else self._transfer_of(call, inp, out)
+        fusable = inp if call.kind == "all_reduce" else None
+        work = GroupWork(self._queue, call, transfer, inp, fusable=fusable)
         return self._begin(work, async_op, [] if out is None else [out])
 
-    def _transfer_of(self, kind: str, root: int, inp: Tensor, out: Tensor | None) -> Transfer:
+    def _transfer_of(self, call: Call, inp: Tensor, out: Tensor | None) -> Transfer:
         exchange = self._exchange
-        if kind == "all_reduce":
+        if call.kind == "all_reduce":
             return exchange.transfer_of(inp, None)
-        if kind == "broadcast":
-            return Transfer(lambda _, rows, __: exchange.broadcast(inp, root, rows))
+        if call.kind == "broadcast":
+            return Transfer(lambda _, rows, __: exchange.broadcast(inp, call.root, rows))
         assert out is not None
-        if kind == "all_gather_single":
+        if call.kind == "all_gather_single":
             return Transfer(lambda _, rows, __: exchange.all_gather(out, inp, rows))
         return Transfer(functools.partial(exchange.reduce_scatter, out, inp))
 
-    def run_together(
-        self, kind: str, op: str, root: int, flats: list[Tensor], step: int, async_op: bool
-    ) -> GroupWork | None:
-        if kind == "broadcast":
-            call = Call(kind, sum(map(len, flats)), torch.uint8, root=root)
-            transfer = Transfer(lambda *_: self._broadcast_each(flats, root))
-            written = [] if root == self.rank else flats
+    def run_together(self, call: Call, flats: list[Tensor], async_op: bool) -> GroupWork | None:
+        if call.kind == "broadcast":
+            transfer = Transfer(lambda *_: self._broadcast_each(flats, call.root))
+            written = [] if call.root == self.rank else flats
             return self._begin(GroupWork(self._queue, call, transfer), async_op, written)
         fusing = self._exchange.fused_transfer_of([flat.detach().view(-1) for flat in flats])
-        numel, dtype = fusing.fused.numel(), flats[0].dtype
-        call = Call(kind, numel, dtype, op=op, step=step)
         work = GroupWork(self._queue, call, fusing, payload=fusing.fused)
         return self._begin(work, async_op, flats)
 
@@ -160,21 +146,13 @@ class GroupCommunicator(Front, Transport):
             self._exchange.broadcast(flat, src)
 
     def run_parts(
-        self,
-        kind: str,
-        root: int,
-        inp: Tensor | None,
-        out: Tensor | None,
-        parts: Parts,
-        async_op: bool,
+        self, call: Call, inp: Tensor | None, out: Tensor | None, parts: Parts, async_op: bool
     ) -> GroupWork | None:
         inp, out = _flat(inp), _flat(out)
-        dtype = next(tensor.dtype for tensor in (out, inp) if tensor is not None)
-        empty = torch.empty(0, dtype=dtype, device="cpu")
+        empty = torch.empty(0, dtype=call.dtype, device="cpu")
         received = (empty if out is None else out).split(parts.received)
         sent = (empty if inp is None else inp).split(parts.sent)
         transfer = Transfer(lambda *_: self._exchange.swap_parts(received, sent))
-        call = Call(kind, parts.numel, dtype, root=root)
         written = [] if out is None else [out]
         return self._begin(GroupWork(self._queue, call, transfer), async_op, written)
 

@@ -15,11 +15,13 @@ from fastcomm import FastcommError
 from fastcomm.control.announcement import Call
 from fastcomm.transports.group.call import GatheredCalls
 from fastcomm.transports.group.shards import PAYLOAD_NBYTES, Announcer
+from fastcomm.transports.group.work import GroupWork
 from tests.support.bodies import Place, communicator
 from tests.support.ranks import fresh_ranks
 from tests.support.transports import environment_of
 
 BUCKET = Call("all_reduce", 300, torch.float32, torch.bfloat16, "mean", label=5, step=7)
+NONSENSE = Call("all_reduce", 3, root=60000)
 REAL = BUCKET.packed() + struct.pack("=II", 2, False)
 
 
@@ -70,8 +72,8 @@ def _announce_nonsense(place: Place) -> str:
     with pytest.MonkeyPatch.context() as patch:
         if place.rank == 1:
             patch.setattr(
-                "fastcomm.transports.group.communicator.Call",
-                lambda *values, **options: Call(*values, **options | {"root": 60000}),
+                "fastcomm.transports.group.communicator.GroupWork",
+                lambda queue, _, *rest, **options: GroupWork(queue, NONSENSE, *rest, **options),
             )
         with pytest.raises(FastcommError) as caught:
             comm.all_reduce(torch.ones(3))
