@@ -81,7 +81,7 @@ sanitize_extensions() { # [quick]
         tests/comm/test_messages.py tests/comm/test_objects.py tests/comm/test_watchdog.py
         tests/launching/test_damaged_notes.py tests/transports/group/test_damaged_announcements.py
         tests/reducer/features/test_sparse_offers.py
-        tests/transports/shm/test_damaged_descriptors.py tests/contract/test_results.py
+        tests/transports/shm/test_damaged_announcements.py tests/contract/test_results.py
     )
     if [ "${1:-}" != quick ]; then
         tests+=(

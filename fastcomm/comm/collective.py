@@ -85,7 +85,7 @@ BLOCK_DTYPES = (torch.int8, torch.float8_e4m3fn)
 BUCKETS_PER_REDUCER = 65536
 # The kinds that go to one rank, or come from one: their root.
 ROOTED = frozenset(("broadcast", "gather", "scatter"))
-SHADOW = "no data left (join)"  # the kind that a rank without data calls
+NO_DATA = "no data left (join)"  # the kind that a rank without data calls
 
 
 def canonical_op(op: Op) -> str:

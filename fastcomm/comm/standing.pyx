@@ -85,14 +85,17 @@ cdef class Standing:
         """n_abandoned has grown: calls what was given to when_abandoned(), and again where a signal
         handler raises meanwhile.
         """
-        # in which this rank hears of it: None, and -1, outside of any
-        backward, self.graph_task = running_backward(), _current_graph_task_id()
-        self.backward, self.newest = backward, next(numbers)
+        self.backward, self.newest = None, next(numbers)
+        self.graph_task = _current_graph_task_id()
         try:
-            on_abandonment(self)
+            self._tell()
         except BaseException:
-            on_abandonment(self)
+            self._tell()
             raise
+
+    def _tell(self):
+        self.backward = running_backward()
+        on_abandonment(self)
 
     def told(self, error, int n_abandoned=-1):
         """A copy of the error, to be raised: works and others hold the error, and its traceback

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 from fastcomm.comm import messages
-from fastcomm.comm.collective import BUCKETS_PER_REDUCER, ROOTED, SHADOW, name_of, unpacked
+from fastcomm.comm.collective import BUCKETS_PER_REDUCER, NO_DATA, ROOTED, name_of, unpacked
 from fastcomm.errors import MismatchError
 
 OTHERS_GRADIENT = "lies in that of another one: clone gradients before you exchange them"
@@ -162,7 +162,7 @@ def mismatch(number: int, calls: Mapping[int, Called]) -> MismatchError:
     kinds = {call.kind for call in each}
     n_buckets = sum(call.label > 0 for call in each)
     advice = ""
-    if SHADOW in kinds:
+    if NO_DATA in kinds:
         advice = IN_JOIN
     elif 0 < n_buckets < len(each):
         advice = FEWER_STEPS if "all_gather_v" in kinds else FEWER_BACKWARDS

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from torch import float8_e5m2
 
 from fastcomm.comm.collective import (
-    BLOCK_DTYPES, BUCKET_OPS, CPU_DTYPES, OPS, SHADOW, SKIP, canonical_op,
+    BLOCK_DTYPES, BUCKET_OPS, CPU_DTYPES, OPS, NO_DATA, SKIP, canonical_op,
 )
 from fastcomm.comm.words import Called, called
 
@@ -52,7 +52,7 @@ cdef str op_of(const announcement *a):
 
 
 cdef str kind_of(const announcement *a):
-    return SHADOW if a.presence == HAS_NO_DATA else KINDS[a.kind]
+    return NO_DATA if a.presence == HAS_NO_DATA else KINDS[a.kind]
 
 
 cdef object called_by(const announcement *a):
@@ -117,16 +117,15 @@ cdef class Call:
     def of(const unsigned char[:] packed, int world_size):
         """The call that was packed. Raises ValueError if it is none."""
         cdef announcement found
-        memcpy(&found, &packed[0], sizeof(announcement))
-        if not is_collective(&found, world_size):
+        memcpy(&found, &packed[0], min(packed.shape[0], <Py_ssize_t>sizeof(announcement)))
+        if packed.shape[0] != sizeof(announcement) or not is_collective(&found, world_size):
             raise ValueError(f"{bytes(packed).hex()}, which is no collective")
         return call_of(&found)
 
-    def __eq__(self, other):
-        cdef Call one = other
+    def __eq__(self, Call one not None):
         return self.it.presence == one.it.presence and is_same_call(&self.it, &one.it, True)
 
-    def is_like(self, Call other):
+    def is_like(self, Call other not None):
         """Whether nothing but numel, label and steps tells the calls apart."""
         cdef announcement alike = other.it
         alike.numel, alike.label, alike.steps = self.it.numel, self.it.label, self.it.steps
@@ -142,7 +141,9 @@ cdef class Call:
         return self.kind, self.numel, self.dtype, self.wire, self.label
 
     def noted(self, FlightRecorder flight):
-        return noted(flight, &self.it, 0)
+        cdef Entry entry = noted(flight, &self.it, 0)
+        entry.lane = -1  # several are under way at once
+        return entry
 
     def called(self):
         """The same for messages, a words.Called."""

@@ -115,14 +115,14 @@ cdef class Front:
         asked.d.numel, asked.d.place, asked.d.steps = numel, PRIVATE_MEMORY, sizes(numels)
         return self._run_together(&asked, taken, begins, numels, async_op)
 
-    def broadcast(self, tensor, int src=0, *, bint async_op=False):
+    def broadcast(self, tensor, src=0, *, bint async_op=False):
         cdef Asked asked = ask(CALL_BROADCAST, SHM_SUM)
         taken = self._taken(tensor, &asked.d, &asked.input)
         check_root("src", src, self.world_size)
         asked.d.root, asked.output = src, asked.input
         return self._run(&asked, taken, None if src == self.rank else taken, async_op)
 
-    def broadcast_all(self, list tensors, int src=0):
+    def broadcast_all(self, list tensors, src=0):
         """One collective, so that no exception can split it."""
         cdef Asked asked = ask(CALL_BROADCAST, SHM_SUM)
         taken = [self._taken(tensor, &asked.d, &asked.input) for tensor in tensors]
@@ -147,7 +147,7 @@ cdef class Front:
         check_out("reduce_scatter_single", out, inp, numel)
         return self._run(&asked, source, target, async_op)
 
-    def gather(self, out, inp, int dst=0, *, bint async_op=False):
+    def gather(self, out, inp, dst=0, *, bint async_op=False):
         cdef Asked asked = ask(CALL_GATHER, SHM_SUM)
         source = self._taken(inp, &asked.d, &asked.input)
         target = None if out is None else self._taken_out(out, &asked)
@@ -155,7 +155,7 @@ cdef class Front:
         asked.d.root = dst
         return self._run(&asked, source, target, async_op)
 
-    def scatter(self, out, inp, int src=0, *, bint async_op=False):
+    def scatter(self, out, inp, src=0, *, bint async_op=False):
         cdef Asked asked = ask(CALL_SCATTER, SHM_SUM), of_inp = asked
         target = self._taken(out, &asked.d, &asked.output)
         source = None if inp is None else self._taken(inp, &of_inp.d, &asked.input)

@@ -18,8 +18,9 @@ bool shm_is_possible(const struct shm_comm *comm, int rank, const struct announc
     if (!is_collective(d, comm->world_size)) {
         return false;
     }
+    bool has_shards = d->kind == CALL_REDUCE_SCATTER_V || d->kind == CALL_ALL_GATHER_V;
     if (d->place != IN_ARENA) {
-        return true;
+        return !has_shards || shm_fits_mailbox(d, comm->world_size);
     }
     uint64_t end = comm->nbytes[rank], itemsize = shm_dtype_size(d->dtype);
     return d->kind != CALL_SCATTER && /* numel is of the output */

@@ -68,7 +68,7 @@ def test_a_rank_that_does_not_come_is_named_after_the_timeout(transport, world_s
 
 @over(shm=(2, 4))
 def test_a_late_rank_gets_no_result_though_all_have_posted_what_it_needs(transport, world_size):
-    """A few elements travel with the descriptor. The others have gone on without the result."""
+    """A few elements travel with the announcement. The others have gone on without the result."""
     outcomes = values_of(new_ranks(transport, world_size, _miss_the_deadline, 3, timeout=20))
     error, of_the_late_one, _ = outcomes[1]
     assert error == "PeerLostError" and "gave up on rank 1" in of_the_late_one

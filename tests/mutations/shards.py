@@ -15,8 +15,8 @@ MUTATIONS = (
         name="shards: all whole parameters are reduced into rank 0, and sent from it",
         file=CALLS,
         within="_move",
-        old="Call(each, shard, shard, numel, dtype, 0, r)",
-        new="Call(each, shard, shard, numel, dtype, 0, 0)",
+        old="NcclCall(each, shard, shard, numel, dtype, 0, r)",
+        new="NcclCall(each, shard, shard, numel, dtype, 0, 0)",
         tests=(WHOLE, PARAMETERS),
     ),
     Mutation(
@@ -31,8 +31,8 @@ MUTATIONS = (
         name="shards: every rank's shard is scattered to the beginning",
         file=CALLS,
         within="_move",
-        old="Call(alike, whole, shard, numel, dtype, 0, 0)",
-        new="Call(alike, whole, whole, numel, dtype, 0, 0)",
+        old="NcclCall(alike, whole, shard, numel, dtype, 0, 0)",
+        new="NcclCall(alike, whole, whole, numel, dtype, 0, 0)",
         tests=(PARAMETERS,),
     ),
 )

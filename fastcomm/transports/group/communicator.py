@@ -89,7 +89,7 @@ class GroupCommunicator(Front, Transport):
     ) -> None:
         self.processes = processes_of(bootstrap.exchange(os.getpid(), messages.PID))
         exchange.connect(bootstrap.store("gloo"), bootstrap.timeout, bootstrap.look)
-        self._notes, self._exchange = bootstrap, exchange
+        self._exchange = exchange
         self._queue = WorkQueue(
             self.backend, rank, self.processes, exchange, bootstrap, timeout, neighbours
         )

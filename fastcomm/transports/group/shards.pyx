@@ -50,9 +50,9 @@ AHEAD = 2
 PAYLOAD_NBYTES = 1024
 # A frame: the packed call, how many calls wait behind it, whether this rank has begun to send its
 # data, then what tells the calls behind from it (numel, label and step), or the payload.
-_HEAD_NBYTES = 64
-MOST_FUSED = PAYLOAD_NBYTES // 24  # calls behind, whose numbers lie where a payload would
 _REST = struct.Struct("=II")  # of the head, behind the call
+_HEAD_NBYTES = len(Call("barrier").packed()) + _REST.size
+MOST_FUSED = PAYLOAD_NBYTES // 24  # calls behind, whose numbers lie where a payload would
 
 
 def tag_of(index, call):
@@ -111,8 +111,8 @@ class _Announcement:
         cdef const char *frames = <char *><size_t>self._frames.data_ptr()
         payload, (n_ranks, nbytes) = self._payload, self._frames.shape
         heads = [frames[r * nbytes:r * nbytes + _HEAD_NBYTES] for r in range(n_ranks)]
-        calls = [_call_of(head[:-8], rank, n_ranks) for rank, head in enumerate(heads)]
-        n_behind, have_begun = zip(*[_REST.unpack(head[-8:]) for head in heads])
+        calls = [_call_of(head[:-_REST.size], rank, n_ranks) for rank, head in enumerate(heads)]
+        n_behind, have_begun = zip(*[_REST.unpack(head[-_REST.size:]) for head in heads])
         rest = [bool(has_begun) for has_begun in have_begun], self._index, self._begun
         if payload is not None:
             payloads = self._frames[:, _HEAD_NBYTES:_HEAD_NBYTES + payload.nbytes].contiguous()

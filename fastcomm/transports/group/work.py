@@ -89,7 +89,7 @@ class GroupWork(BucketWork):
         self.is_prepared = False  # its data may be sent with its announcement
         self.is_announced = False  # the other ranks may know of it
         self.error: FastcommError | None = None
-        self.has_followed = False  # a shadow's: it has taken part in what the others called
+        self.has_followed = False  # without data, the rank has taken part in what the others called
         self.entry: Entry | None = None  # once it is posted
         self._queue = work_queue
         self._n_abandoned = work_queue.standing.n_abandoned
@@ -265,8 +265,8 @@ class GroupBucket(BoundBucket):
         work.post()
         return work
 
-    def prepare_shadow(self, n_ranks: int) -> Tensor | None:
-        """Lets a shadow take part with zeros, while no work of this bucket is unfinished.
+    def prepare_without_data(self, n_ranks: int) -> Tensor | None:
+        """Lets this rank take part with zeros, while no work of this bucket is unfinished.
         Returns what its transfer gets as payloads.
         """
         used_mask = self._used_mask

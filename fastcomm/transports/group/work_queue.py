@@ -423,19 +423,19 @@ class WorkQueue:
         """What there is to do for what all ranks with data have announced."""
         nothing: Iterator[None] = iter(())
         wanted = verdict.wanted
-        is_shadow = work.call == WITHOUT_DATA
-        work.has_followed = is_shadow and wanted is not None
+        lacks_data = work.call == WITHOUT_DATA
+        work.has_followed = lacks_data and wanted is not None
         if wanted is None or verdict.is_skipped:
             self._exchange.drain(gathered)
             if wanted is not None:
                 work.note_skipped()
             return nothing
         payloads = gathered.payloads
-        if is_shadow:
+        if lacks_data:
             bucket = self.buckets.get(wanted.label)
             if bucket is None or not bucket.fits(wanted):
                 raise FastcommError(f"rank {self.rank} has no bucket like that of {wanted}")
-            transfer, payloads = bucket.transfer, bucket.prepare_shadow(self.world_size)
+            transfer, payloads = bucket.transfer, bucket.prepare_without_data(self.world_size)
         if transfer is None:
             return nothing
         if gathered.begun is None:

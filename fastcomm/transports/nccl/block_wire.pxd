@@ -2,7 +2,7 @@ from libc.stdint cimport uint32_t
 
 from fastcomm.transports.cuda.blocks cimport BlockKernels, coded_block
 from fastcomm.transports.cuda.driver cimport CUstream
-from fastcomm.transports.nccl.calls cimport Call
+from fastcomm.transports.nccl.calls cimport NcclCall
 from fastcomm.transports.nccl.library cimport ncclComm_t
 from fastcomm.transports.nccl.link cimport Link
 
@@ -17,7 +17,7 @@ cdef class BlockWire:
     cdef uint32_t n_blocks  # of a row
     cdef coded_block *coded  # a row for each rank, here and in `received`
     cdef coded_block *received
-    cdef Call *calls
+    cdef NcclCall *calls
     cdef size_t n_calls  # of the first group; two more are the second
 
     cdef int _fill_in_calls(self, size_t n_used) except -1

@@ -18,7 +18,7 @@ from libc.stdlib cimport calloc, free
 from fastcomm.transports.cuda.blocks cimport BLOCK_NUMEL, BlockKernels, coded_block
 from fastcomm.transports.cuda.driver cimport CUstream
 from fastcomm.transports.nccl.calls cimport (
-    ALL_GATHER, ALL_REDUCE, RECV, SEND, Call, call_all,
+    ALL_GATHER, ALL_REDUCE, RECV, SEND, NcclCall, call_all,
 )
 from fastcomm.transports.nccl.library cimport dtype_number, ncclComm_t, ncclSuccess
 from fastcomm.transports.nccl.link cimport Link
@@ -58,17 +58,17 @@ cdef class BlockWire:
         cdef size_t n = 0, nbytes = self.n_blocks * sizeof(coded_block)
         cdef float *mask = self.values + self.numel
         cdef coded_block *own = self.coded + self.rank * self.n_blocks
-        self.calls = <Call *>calloc(2 * self.world_size, sizeof(Call))
+        self.calls = <NcclCall *>calloc(2 * self.world_size, sizeof(NcclCall))
         if self.calls == NULL:
             raise MemoryError("out of memory")
         for r in range(self.world_size):
             if r != self.rank:
                 coded, received = self.coded + r * self.n_blocks, self.received + r * self.n_blocks
-                self.calls[n] = Call(SEND, coded, NULL, nbytes, uint8, 0, r)
-                self.calls[n + 1] = Call(RECV, NULL, received, nbytes, uint8, 0, r)
+                self.calls[n] = NcclCall(SEND, coded, NULL, nbytes, uint8, 0, r)
+                self.calls[n + 1] = NcclCall(RECV, NULL, received, nbytes, uint8, 0, r)
                 n += 2
-        self.calls[n] = Call(ALL_GATHER, own, self.coded, nbytes, uint8, 0, 0)
-        self.calls[n + 1] = Call(ALL_REDUCE, mask, mask, n_used, float32, 0, 0)
+        self.calls[n] = NcclCall(ALL_GATHER, own, self.coded, nbytes, uint8, 0, 0)
+        self.calls[n + 1] = NcclCall(ALL_REDUCE, mask, mask, n_used, float32, 0, 0)
         self.n_calls = n
         return 0
 
@@ -81,7 +81,7 @@ cdef class BlockWire:
         cdef size_t own_numel = self.numel - begin if begin < self.numel else 0
         cdef float *own = self.values + begin
         cdef uint32_t *own_covered = self.covered + begin // 32
-        cdef Call *gathering = self.calls + self.n_calls
+        cdef NcclCall *gathering = self.calls + self.n_calls
         cdef int code = ncclSuccess
         own_numel = min(own_numel, <size_t>n * BLOCK_NUMEL)
         self.kernels.encode_on(

@@ -22,7 +22,7 @@ from fastcomm.comm.gathering cimport GatheringBucket
 from fastcomm.comm.gradient_slot cimport GradientSlot
 from fastcomm.transports.nccl.block_wire cimport BlockWire
 from fastcomm.transports.nccl.calls cimport (
-    ALL_REDUCE, Call, call_all, reduce_scatter_v,
+    ALL_REDUCE, NcclCall, call_all, reduce_scatter_v,
 )
 from fastcomm.transports.nccl.lane cimport Lane, InFlight
 from fastcomm.transports.nccl.library cimport dtype_number, ncclSuccess, op_number
@@ -106,7 +106,7 @@ cdef class NcclBucket(GatheringBucket):
     cdef void *wire_address
     cdef object token  # whose address the last of `gathering.addresses` is
     cdef BlockWire blocks
-    cdef Call *calls  # of a launch without them
+    cdef NcclCall *calls  # of a launch without them
     cdef size_t n_calls
     cdef UsedMask used_mask
     cdef MultiTensor gathering, scattering, measuring
@@ -153,14 +153,14 @@ cdef class NcclBucket(GatheringBucket):
         cdef char *wire = <char *>self.wire_address
         cdef int dtype = dtype_number(self.wire.dtype)
         cdef size_t itemsize = self.wire.element_size(), first = 0, n = 0
-        self.calls = <Call *>calloc(self.link.world_size + 1, sizeof(Call))
+        self.calls = <NcclCall *>calloc(self.link.world_size + 1, sizeof(NcclCall))
         if self.calls == NULL:
             raise MemoryError("out of memory")
         if bounds is not None:
             first = bounds[len(bounds) - 1]
             n = reduce_scatter_v(self.calls, wire, itemsize, dtype, bounds, self.link.rank)
         wire += first * itemsize
-        self.calls[n] = Call(ALL_REDUCE, wire, wire, self.wire.numel() - first, dtype, 0, 0)
+        self.calls[n] = NcclCall(ALL_REDUCE, wire, wire, self.wire.numel() - first, dtype, 0, 0)
         self.n_calls = n + 1
         return 0
 

@@ -6,7 +6,7 @@ cdef enum Kind:
 
 
 # One call into NCCL. root: also the rank to send to, or to receive from.
-cdef struct Call:
+cdef struct NcclCall:
     Kind kind
     void *source
     void *target
@@ -15,14 +15,15 @@ cdef struct Call:
 
 
 cdef int call_all(
-    const Call *calls, size_t n, ncclComm_t comm, void *stream, const char **failed
+    const NcclCall *calls, size_t n, ncclComm_t comm, void *stream, const char **failed
 ) noexcept nogil
 cdef size_t sends_and_receives(
-    Call *calls, char *source, char *target, list sent, list received, size_t itemsize, int dtype
+    NcclCall *calls, char *source, char *target, list sent, list received, size_t itemsize,
+    int dtype
 ) except? 0
 cdef size_t reduce_scatter_v(
-    Call *calls, char *flat, size_t itemsize, int dtype, tuple bounds, int rank
+    NcclCall *calls, char *flat, size_t itemsize, int dtype, tuple bounds, int rank
 ) except? 0
 cdef size_t all_gather_v(
-    Call *calls, char *flat, size_t itemsize, int dtype, tuple bounds, int rank
+    NcclCall *calls, char *flat, size_t itemsize, int dtype, tuple bounds, int rank
 ) except? 0

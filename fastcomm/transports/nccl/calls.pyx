@@ -18,7 +18,7 @@ NAMES[:] = [
 
 
 cdef int call_all(
-    const Call *calls, size_t n, ncclComm_t comm, void *stream, const char **failed
+    const NcclCall *calls, size_t n, ncclComm_t comm, void *stream, const char **failed
 ) noexcept nogil:
     """Makes the calls, several as one group, which it always ends. Returns NCCL's code: the
     first that is not success. failed: the name of the function that returned it.
@@ -42,7 +42,7 @@ cdef int call_all(
     return code
 
 
-cdef int _call(const Call *call, ncclComm_t comm, void *stream) noexcept nogil:
+cdef int _call(const NcclCall *call, ncclComm_t comm, void *stream) noexcept nogil:
     if call.kind == ALL_REDUCE:
         return nccl.all_reduce(
             call.source, call.target, call.numel, call.dtype, call.op, comm, stream
@@ -67,7 +67,8 @@ cdef int _call(const Call *call, ncclComm_t comm, void *stream) noexcept nogil:
 
 
 cdef size_t sends_and_receives(
-    Call *calls, char *source, char *target, list sent, list received, size_t itemsize, int dtype
+    NcclCall *calls, char *source, char *target, list sent, list received, size_t itemsize,
+    int dtype
 ) except? 0:
     """Fills in the calls that send each rank so many elements of `source`, one rank's after the
     other, and receive in `target` so many from each: two for each rank at most. Returns how many.
@@ -76,17 +77,17 @@ cdef size_t sends_and_receives(
     cdef int rank
     for rank, numel in enumerate(sent):
         if numel:
-            calls[n] = Call(SEND, source, NULL, numel, dtype, 0, rank)
+            calls[n] = NcclCall(SEND, source, NULL, numel, dtype, 0, rank)
             n, source = n + 1, source + numel * itemsize
     for rank, numel in enumerate(received):
         if numel:
-            calls[n] = Call(RECV, NULL, target, numel, dtype, 0, rank)
+            calls[n] = NcclCall(RECV, NULL, target, numel, dtype, 0, rank)
             n, target = n + 1, target + numel * itemsize
     return n
 
 
 cdef size_t reduce_scatter_v(
-    Call *calls, char *flat, size_t itemsize, int dtype, tuple bounds, int rank
+    NcclCall *calls, char *flat, size_t itemsize, int dtype, tuple bounds, int rank
 ) except? 0:
     """Fills in the calls that reduce each shard of `flat` into its owner's: one for each rank at
     most. Returns how many.
@@ -95,7 +96,7 @@ cdef size_t reduce_scatter_v(
 
 
 cdef size_t all_gather_v(
-    Call *calls, char *flat, size_t itemsize, int dtype, tuple bounds, int rank
+    NcclCall *calls, char *flat, size_t itemsize, int dtype, tuple bounds, int rank
 ) except? 0:
     """Fills in, as reduce_scatter_v, the calls that copy each shard of `flat` from its owner to
     all.
@@ -104,7 +105,7 @@ cdef size_t all_gather_v(
 
 
 cdef size_t _move(
-    Call *calls, char *flat, size_t itemsize, int dtype, tuple bounds, int rank, Kind alike,
+    NcclCall *calls, char *flat, size_t itemsize, int dtype, tuple bounds, int rank, Kind alike,
     Kind each,
 ) except? 0:
     cdef size_t r, n = 0, world_size = len(bounds) - 1, numel
@@ -115,7 +116,7 @@ cdef size_t _move(
         numel = numels.pop()
         shard = whole + rank * numel * itemsize
         if numel:
-            calls[0] = Call(alike, whole, shard, numel, dtype, 0, 0)
+            calls[0] = NcclCall(alike, whole, shard, numel, dtype, 0, 0)
             if alike == ALL_GATHER:
                 calls[0].source, calls[0].target = shard, whole
         return 1 if numel else 0
@@ -123,6 +124,6 @@ cdef size_t _move(
         numel = bounds[r + 1] - bounds[r]
         shard = flat + <size_t>bounds[r] * itemsize
         if numel:
-            calls[n] = Call(each, shard, shard, numel, dtype, 0, r)
+            calls[n] = NcclCall(each, shard, shard, numel, dtype, 0, r)
             n += 1
     return n

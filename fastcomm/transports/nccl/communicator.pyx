@@ -32,7 +32,7 @@ from fastcomm.transports.cuda.driver cimport (
     CUcontext, CUstream, Device, Event, check, driver, order_streams,
 )
 from fastcomm.transports.nccl.calls cimport (
-    ALL_GATHER, ALL_REDUCE, BROADCAST, REDUCE_SCATTER, Call, Kind, all_gather_v, call_all,
+    ALL_GATHER, ALL_REDUCE, BROADCAST, REDUCE_SCATTER, NcclCall, Kind, all_gather_v, call_all,
     sends_and_receives,
 )
 from fastcomm.transports.nccl.lane cimport Lane, InFlight
@@ -275,8 +275,8 @@ cdef class NcclCommunicator(Front, Transport):
         self.check_tensor(flat)
         rounds.refuse_in_join(self)
         cdef NcclWork work = self._new_work("all_gather_v", flat.dtype, bounds[-1], 0, True)
-        cdef bytearray memory = bytearray(self.world_size * sizeof(Call))
-        cdef Call *calls = <Call *><char *>memory
+        cdef bytearray memory = bytearray(self.world_size * sizeof(NcclCall))
+        cdef NcclCall *calls = <NcclCall *><char *>memory
         cdef size_t n
         work.in_flight.label = label
         n = all_gather_v(
@@ -351,13 +351,13 @@ cdef class NcclCommunicator(Front, Transport):
             kind_of(&asked.d), dtype, asked.d.numel, asked.d.root, async_op
         )
         cdef int dtype_code = dtype_number(dtype), op_code = 0 if op is None else op_number(op)
-        cdef bytearray memory = bytearray((len(outs) + 1) * sizeof(Call))
-        cdef Call *calls = <Call *><char *>memory
+        cdef bytearray memory = bytearray((len(outs) + 1) * sizeof(NcclCall))
+        cdef NcclCall *calls = <NcclCall *><char *>memory
         cdef size_t n = 0
         for tensor in summed:
             if tensor.nbytes:
                 data = <void *><size_t>tensor.data_ptr()
-                calls[n] = Call(
+                calls[n] = NcclCall(
                     kind, data, data, tensor.numel(), dtype_code, op_code, asked.d.root
                 )
                 n += 1
@@ -427,7 +427,7 @@ cdef class NcclCommunicator(Front, Transport):
         cdef NcclWork work = self._new_work(
             NAMES[<int>kind], inp.dtype, inp.numel(), root, async_op
         )
-        cdef Call call
+        cdef NcclCall call
         call.kind, call.root, call.dtype = kind, root, dtype_number(inp.dtype)
         call.source, call.target = <void *><size_t>inp.data_ptr(), <void *><size_t>out.data_ptr()
         call.numel = out.numel() if kind == REDUCE_SCATTER else inp.numel()
@@ -444,8 +444,8 @@ cdef class NcclCommunicator(Front, Transport):
         cdef NcclWork work = self._new_work(
             kind_of(&asked.d), dtype, parts.numel, asked.d.root, async_op
         )
-        cdef bytearray memory = bytearray(2 * self.world_size * sizeof(Call))
-        cdef Call *calls = <Call *><char *>memory
+        cdef bytearray memory = bytearray(2 * self.world_size * sizeof(NcclCall))
+        cdef NcclCall *calls = <NcclCall *><char *>memory
         cdef size_t n = sends_and_receives(
             calls, asked.input, asked.output, parts.sent, parts.received, dtype.itemsize,
             dtype_number(dtype),
@@ -473,7 +473,7 @@ cdef class NcclCommunicator(Front, Transport):
         return work
 
     cdef object _launch(
-        self, NcclWork work, op, Call *calls, size_t n, tuple tensors, bint async_op
+        self, NcclWork work, op, NcclCall *calls, size_t n, tuple tensors, bint async_op
     ):
         """Launches on the first lane, after the work of the current stream. Returns the Work, or
         waits. tensors: kept until it is over.
@@ -508,7 +508,7 @@ cdef class NcclCommunicator(Front, Transport):
 
 
 cdef int _launch_on(
-    Lane lane, InFlight in_flight, CUstream current, Call *calls, size_t n, const char **failed
+    Lane lane, InFlight in_flight, CUstream current, NcclCall *calls, size_t n, const char **failed
 ) except -1 nogil:
     """Returns NCCL's code. failed: see call_all()."""
     cdef CUstream stream = lane.stream.handle

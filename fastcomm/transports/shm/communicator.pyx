@@ -142,7 +142,7 @@ cdef class ShmCommunicator(Front, Transport):
         self.ring.standing.settle()
 
     def follow(self):
-        return self.ring.shadow()
+        return self.ring.follow()
 
     def keep_times(self, bint is_on):
         self.ring.keep_times(is_on)

@@ -64,7 +64,7 @@ cdef class Ring:
     cdef object call(
         self, announcement *d, inp, char *input, out, char *output, bint async_op
     )
-    cdef bint shadow(self) except -1
+    cdef bint follow(self) except -1
     cdef int post(self, announcement *d, char *input, char *output, ShmWork work) except -1
     cdef int finish(self, ShmWork work) except -1
     cdef bint advance(self, ShmWork work, uint64_t slice_ns) except -1

@@ -315,7 +315,7 @@ cdef class Ring:
         self._raise_deferred(None)
         return work
 
-    cdef bint shadow(self) except -1:
+    cdef bint follow(self) except -1:
         cdef announcement d = announced(CALL_ALL_REDUCE)
         d.presence = HAS_NO_DATA
         self.check_usable()

@@ -393,7 +393,7 @@ static struct announcement damaged(struct announcement d, uint64_t *state) {
 
 /* The last rank's announcement is damaged. The others, of which rank 0 may have no data and so take
  * the word of the rest, touch no memory but their tensors'; then all go on. */
-static void damaged_descriptors(struct rank *me) {
+static void damaged_announcements(struct rank *me) {
     const struct announcement barrier = {.kind = CALL_BARRIER};
     int last = me->world_size - 1;
     uint64_t state = 7, n_tries = full ? 20000 : 2000;
@@ -500,7 +500,7 @@ const struct scenario scenarios[] = {
     {"shards", shards, ALWAYS},
     {"unequal_parts", unequal_parts, ALWAYS},
     {"verdicts", verdicts, ALWAYS},
-    {"damaged_descriptors", damaged_descriptors, ALWAYS},
+    {"damaged_announcements", damaged_announcements, ALWAYS},
     {"wrap_around", wrap_around, ALWAYS},
     {"killed_after_its_last_small_one", killed_after_its_last_small_one, KILLS},
 };
