@@ -158,8 +158,8 @@ def _break_a_connection_to_a_peer_that_answers(place):
         return None
 
     def break_down(*_):
-        leave_note(comm._notes, "question", "where are you?")
-        while comm._notes.read("here/1") is None:
+        leave_note(comm._queue._notes, "question", "where are you?")
+        while comm._queue._notes.read("here/1") is None:
             time.sleep(0.01)
         raise RuntimeError("reset by peer")
 
