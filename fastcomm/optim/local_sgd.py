@@ -470,9 +470,9 @@ def _average(
     trouble = interruption = None
     try:
         reduction.begin()
-        trouble = _compare(comm, standing)
-        if trouble is None and buckets:
-            with _gradients_aside(buckets):
+        with _gradients_aside(buckets):  # an abandonment, heard of anywhere in here, drops them
+            trouble = _compare(comm, standing)
+            if trouble is None and buckets:
                 for bucket in buckets:
                     fill(bucket)
                     bucket.take_views()
