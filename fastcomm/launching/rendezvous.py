@@ -201,7 +201,8 @@ def _communicator(
         exchange = Exchange(bootstrap.rank, [[rank] for rank in range(bootstrap.world_size)])
     else:
         here = ranks.index(bootstrap.rank), len(ranks), neighbours.local_rank
-        shm = ShmCommunicator(*here, _OneHost(bootstrap, ranks), UNLIMITED)  # type: ignore[abstract]
+        of_host = _OneHost(bootstrap, ranks)
+        shm = ShmCommunicator(*here, of_host, UNLIMITED)  # type: ignore[abstract]
         exchange = Exchange(bootstrap.rank, neighbours.hosts, shm)
     of = GroupCommunicator if neighbours.backend == "group" else HierarchicalCommunicator
     return of(*place, bootstrap, timeout, ranks, exchange)  # type: ignore[abstract]
