@@ -7,7 +7,6 @@ transport may fuse the gathering of gradients with the reduction.
 from __future__ import annotations
 
 import abc
-import itertools
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -220,6 +219,7 @@ class Transport(Communicator):
         """
         del flat, label
 
+    @abc.abstractmethod
     def all_gather_v(self, flat: Tensor, bounds: tuple[int, ...], *, label: int = 0) -> Work:
         """Copies each rank's shard of `flat`, the elements from bounds[rank] to bounds[rank + 1],
         to all others. Returns the Work at once.
@@ -227,10 +227,6 @@ class Transport(Communicator):
         flat: made by `empty`; bounds: of world_size + 1 numbers, ascending, equal on all ranks.
         label: of the bucket whose parameters these are.
         """
-        del label
-        spans = [(src, flat[a:b]) for src, (a, b) in enumerate(itertools.pairwise(bounds)) if a < b]
-        works = [self.broadcast(span, src, async_op=True) for src, span in spans]
-        return _Together([work for work in works if work is not None])
 
     def keep_times(self, is_on: bool) -> None:
         """Turns the times of buckets' works on or off. Call it once with False for each call with
@@ -266,17 +262,3 @@ class Transport(Communicator):
         """Raises what has ended the collectives under way, if that is known by now. Does not
         wait.
         """
-
-
-class _Together(Work):
-    """Several collectives as one."""
-
-    def __init__(self, works: list[Work]) -> None:
-        self._works = works
-
-    def wait(self) -> None:
-        for work in self._works:
-            work.wait()
-
-    def is_completed(self) -> bool:
-        return all(work.is_completed() for work in self._works)

@@ -208,18 +208,28 @@ def test_a_state_that_one_rank_has_dropped(comm):
             call()
 
 
-@pytest.mark.transports("shm")
+@pytest.mark.transports("shm", "group")
+@pytest.mark.parametrize("instead", ["barrier", "backward"])
 @on_ranks(2)
-def test_the_barrier_of_a_step_is_no_barrier_of_the_users(comm):
+def test_a_step_is_told_from_what_another_rank_calls_instead(comm, instead):
     pair = Pair(comm, mlp(), torch.optim.AdamW, {"lr": 0.01})
+    model = pair.models[1]
+    calls = {"barrier": comm.barrier, "backward": lambda: backward(model, comm.rank)}
     pair.train()
-    before = copy.deepcopy(pair.models[1].state_dict())
-    backward(pair.models[1], comm.rank)
+    before = copy.deepcopy(model.state_dict())
+    backward(model, comm.rank)
+    if comm.rank == 0:
+        pair.sharded.zero_grad()
     with pytest.raises(MismatchError, match="all_gather_v") as caught:
-        (comm.barrier if comm.rank == 0 else pair.sharded.step)()
+        try:
+            (calls[instead] if comm.rank == 0 else pair.sharded.step)()
+        finally:
+            comm.abandon()
+    advice = "in the step() of a ShardedOptimizer"
+    assert (advice in str(caught.value)) == (instead == "backward")
     if comm.rank == 1:
         assert "(in ShardedOptimizer.step(), which every rank must call)" in str(caught.value)
-    torch.testing.assert_close(pair.models[1].state_dict(), before, rtol=0, atol=0)
+    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
     pair.sharded.zero_grad()
     pair.train(first=STEPS)
 

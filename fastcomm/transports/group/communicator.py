@@ -15,6 +15,7 @@ The thread is in work_queue.py; exchange.py moves and reduces tensors.
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 from collections.abc import Sequence
 from datetime import timedelta
@@ -155,6 +156,16 @@ class GroupCommunicator(Front, Transport):
         transfer = Transfer(lambda *_: self._exchange.swap_parts(received, sent))
         written = [] if out is None else [out]
         return self._begin(GroupWork(self._queue, call, transfer), async_op, written)
+
+    def all_gather_v(self, flat: Tensor, bounds: tuple[int, ...], *, label: int = 0) -> GroupWork:
+        self.check_tensor(flat)
+        shards = [flat[begin:end] for begin, end in itertools.pairwise(bounds)]
+        sent = [shards[self.rank]] * self.world_size
+        transfer = Transfer(lambda *_: self._exchange.swap_parts(shards, sent))
+        call = Call("all_gather_v", flat.numel(), flat.dtype, label=label)
+        work = GroupWork(self._queue, call, transfer)
+        self._begin(work, True, [flat])
+        return work
 
     def bind_bucket(
         self,
