@@ -2,23 +2,65 @@
 """GatheringBucket: the base of buckets that take gradients from where autograd has put them, by
 their addresses. Says which gradients are missing, which are in place already, and which torch has
 to copy; how the others are moved, and when, is the transport's. CopiedGradients is for transports
-that only copy.
+that only copy. UsedMask: by which the ranks tell each other what is missing.
 """
 
-from fastcomm.comm.collective import is_readable, without_memory
+import torch
+
+from fastcomm.comm.collective import is_readable, used_values, without_memory
 from fastcomm.comm.words import OTHERS_GRADIENT
 from fastcomm.errors import FastcommError
 
 from fastcomm.comm.flat_buffers cimport FlatBuffer, is_in_a_flat_buffer
 from fastcomm.comm.gradient_slot cimport GradientSlot
 
+cdef int MAX_TOKENS = 16
+
+
+cdef class UsedMask:
+    """The last elements of a bucket, one for each gradient, which say whether some rank has it."""
+
+    def __cinit__(self, elements, dtype, int divisor):
+        """dtype: of the gradients. divisor: what a mean is divided by as they are gathered."""
+        self.elements, self.dtype, self.divisor, self.tokens = elements, dtype, divisor, {}
+
+    cdef object token(self, str op, tuple missing):
+        """The values that this rank contributes."""
+        token = self.tokens.get((op, missing))
+        if token is None:
+            if missing:
+                self.token(op, ())  # so that it is there when a graph is captured
+            if len(self.tokens) > MAX_TOKENS:  # a new pattern in every step
+                self.tokens = {key: known for key, known in self.tokens.items() if not key[1]}
+            absent, present = used_values(op)
+            values = [present * (self.divisor if op == "mean" else 1)] * self.elements.numel()
+            for i in missing:
+                values[i] = absent
+            host = torch.tensor(
+                values, dtype=self.dtype, device="cpu", pin_memory=self.elements.is_cuda
+            )
+            token = self.tokens[op, missing] = host.to(self.elements.device, non_blocking=True)
+        return token
+
+    cpdef fill(self, str op, list missing):
+        """Writes what this rank contributes."""
+        self.elements.copy_(self.token(op, tuple(missing)))
+
+    cpdef list present(self, op):
+        """Whether some rank has a gradient, by view. Waits for the device."""
+        absent, _ = used_values(op)
+        return (self.elements.float() != absent).tolist()
+
 
 cdef class GatheringBucket:
     """A flat buffer and the slots of the gradients in it. Call hold() first."""
 
-    cdef int hold(self, flat, list views) except -1:
-        """views: on the memory of `flat`, one for each gradient."""
+    cdef int hold(self, flat, list views, wire, int divisor=1) except -1:
+        """views: on the memory of `flat`, one for each gradient. wire: `flat`, or what the used
+        mask lies in. divisor: see UsedMask.
+        """
         self.flat, self.views, self.known = flat, views, FlatBuffer(flat)
+        self.used_mask = UsedMask(wire[wire.numel() - len(views):], flat.dtype, divisor)
         self.slots = [GradientSlot(view) for view in views]
         return 0
 
@@ -69,7 +111,7 @@ cdef class CopiedGradients(GatheringBucket):
     """Copies gradients to `views`, on the memory of `flat`."""
 
     def __init__(self, flat, list views):
-        self.hold(flat, views)
+        self.hold(flat, views, flat)
 
     def gather(self, list parameters):
         """See BoundBucket.gather."""

@@ -31,13 +31,12 @@ from fastcomm.comm import messages
 from fastcomm.comm.collective import (
     BLOCK_DTYPES,
     CPU_DTYPES,
-    OPS,
     WIRE_DTYPES,
     check_numel,
     refuse_dtype,
 )
 from fastcomm.comm.parts import Parts, equal_parts
-from fastcomm.comm.transport import Part, Transport
+from fastcomm.comm.transport import Transport
 from fastcomm.comm.watchdog import Notes
 from fastcomm.comm.who import processes_of
 from fastcomm.control.announcement import Call
@@ -48,6 +47,8 @@ from fastcomm.transports.group.shards import CodedExchanges, Transfer
 from fastcomm.transports.group.wire import Wire
 from fastcomm.transports.group.work import GroupBucket, GroupWork
 from fastcomm.transports.group.work_queue import WorkQueue
+
+_SENT = (*CPU_DTYPES, *BLOCK_DTYPES)  # dtypes in which buckets travel
 
 
 class Bootstrap(Notes, Protocol):
@@ -112,10 +113,10 @@ class GroupCommunicator(Front, Transport):
     def run(
         self, call: Call, inp: Tensor | None, out: Tensor | None, async_op: bool
     ) -> GroupWork | None:
-        inp, out = _flat(inp), _flat(out)
         if call.kind in ("gather", "scatter", "all_to_all_single"):
             parts = equal_parts(call.kind, self, call.numel, call.root)
             return self.run_parts(call, inp, out, parts, async_op)
+        inp, out = _flat(inp), _flat(out)
         # of a barrier, the announcement is all there is
         transfer = None if inp is None else self._transfer_of(call, inp, out)
         fusable = inp if call.kind == "all_reduce" else None
@@ -180,35 +181,19 @@ class GroupCommunicator(Front, Transport):
         error_feedback: bool = False,
     ) -> GroupBucket:
         """There are no lanes: the ranks share one network. Every rank gets the whole result."""
-        if wire_dtype is not None and wire_dtype not in (*CPU_DTYPES, *BLOCK_DTYPES):
-            refuse_dtype(wire_dtype, (*CPU_DTYPES, *BLOCK_DTYPES), "wire_dtype")
+        if wire_dtype is not None and wire_dtype not in _SENT:
+            refuse_dtype(wire_dtype, _SENT, "wire_dtype")
+        exchange = self._exchange
         is_coded = wire_dtype in BLOCK_DTYPES or error_feedback
         if wire_dtype is not None and is_coded:
             wire = Wire(wire_dtype, error_feedback=error_feedback)
-            transfer: Transfer = CodedExchanges(self._exchange, flat, views, offsets, wire)
+            transfer: Transfer = CodedExchanges(exchange, flat, views, offsets, wire)
         else:
-            transfer = self._exchange.transfer_of(flat, wire_dtype)
-        sent_dtype = self._exchange.sent_dtype_of(flat.dtype, wire_dtype)
-        is_fusable = not is_coded and sent_dtype == self._exchange.sent_dtype_of(flat.dtype, None)
-
-        def work_of(op: str, used_mask: Tensor, step: int, part: Part) -> GroupWork:
-            self._queue.check_usable()
-            call = Call(
-                *("all_reduce", flat.numel(), flat.dtype, sent_dtype, op),
-                label=label,
-                step=step,
-                part=part,
-            )
-            return GroupWork(
-                self._queue,
-                call,
-                transfer,
-                payload=used_mask if is_coded else None,
-                used_mask=used_mask,
-                fusable=flat if is_fusable and call.op in OPS else None,
-            )
-
-        bucket = GroupBucket(flat, views, work_of, transfer, is_coded)
+            transfer = exchange.transfer_of(flat, wire_dtype)
+        sent = exchange.sent_dtype_of(flat.dtype, wire_dtype)
+        is_fusable = not is_coded and sent == exchange.sent_dtype_of(flat.dtype, None)
+        fusable = flat if is_fusable else None
+        bucket = GroupBucket(self._queue, flat, views, transfer, sent, label, is_coded, fusable)
         self._queue.buckets[label] = bucket
         return bucket
 

@@ -13,12 +13,13 @@ import queue
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.nn import Parameter
 
-from fastcomm.comm.collective import used_values
-from fastcomm.comm.gathering import CopiedGradients
+from fastcomm.comm.collective import OPS
+from fastcomm.comm.gathering import CopiedGradients, UsedMask
 from fastcomm.comm.times import SLICE_S
 from fastcomm.comm.transport import ALIKE, BoundBucket, BucketWork, Part
 from fastcomm.control.announcement import Call
@@ -73,7 +74,7 @@ class GroupWork(BucketWork):
         call: Call,
         transfer: Transfer | None = None,
         payload: Tensor | None = None,
-        used_mask: Tensor | None = None,
+        used_mask: UsedMask | None = None,
         fusable: Tensor | None = None,
     ) -> None:
         """transfer: None if the announcement is all there is to the collective."""
@@ -186,8 +187,7 @@ class GroupWork(BucketWork):
 
     def present(self) -> list[bool]:
         self.wait()
-        absent, _ = used_values(self.call.op)
-        return [] if self._used_mask is None else (self._used_mask != absent).tolist()
+        return [] if self._used_mask is None else self._used_mask.present(self.call.op)
 
     def is_skipped(self) -> bool:
         return self._is_skipped
@@ -222,23 +222,26 @@ class GroupWork(BucketWork):
 class GroupBucket(BoundBucket):
     """A flat buffer into which gradients are copied.
 
-    work_of(op, used_mask, step, part): makes the work that reduces it.
-    transfer: reduces it on the thread.
+    transfer: reduces it on the thread. sent: the dtype in which it travels.
     is_coded: whether it travels in blocks, and its used mask apart.
+    fusable: `flat`, if others can be fused with it where the ranks have no weights.
     """
 
     def __init__(
         self,
+        work_queue: WorkQueue,
         flat: Tensor,
         views: list[Tensor],
-        work_of: Callable[[str, Tensor, int, Part], GroupWork],
         transfer: Transfer,
+        sent: torch.dtype,
+        label: int,
         is_coded: bool,
+        fusable: Tensor | None,
     ) -> None:
-        self._copied = CopiedGradients(flat, views)
-        self._flat, self.transfer, self._is_coded = flat, transfer, is_coded
-        self._work_of = work_of
-        self._used_mask = flat[flat.numel() - len(views) :]
+        self._queue, self._flat, self.transfer = work_queue, flat, transfer
+        self._gathering = CopiedGradients(flat, views)
+        self._sent, self._label = sent, label
+        self._is_coded, self._fusable = is_coded, fusable
         self._newest: GroupWork | None = None
 
     def fits(self, call: Call) -> bool:
@@ -252,16 +255,18 @@ class GroupBucket(BoundBucket):
 
     def gather(self, parameters: list[Parameter | None]) -> list[int]:
         self._newest = None
-        return self._copied.gather(parameters)
+        return self._gathering.gather(parameters)
 
     def launch(self, op: str, missing: list[int], step: int = 0, part: Part = ALIKE) -> GroupWork:
         """Waits for nobody."""
-        self._newest = None
-        absent, present = used_values(op)
-        self._used_mask.fill_(present)
-        if missing:
-            self._used_mask[missing] = absent
-        work = self._newest = self._work_of(op, self._used_mask, step, part)
+        self._newest, flat, mask = None, self._flat, self._gathering.used_mask
+        self._queue.check_usable()
+        mask.fill(op, missing)
+        what = "all_reduce", flat.numel(), flat.dtype, self._sent, op
+        call = Call(*what, label=self._label, step=step, part=part)
+        payload = mask.elements if self._is_coded else None
+        fusable = self._fusable if call.op in OPS else None
+        work = self._newest = GroupWork(self._queue, call, self.transfer, payload, mask, fusable)
         work.post()
         return work
 
@@ -269,7 +274,7 @@ class GroupBucket(BoundBucket):
         """Lets this rank take part with zeros, while no work of this bucket is unfinished.
         Returns what its transfer gets as payloads.
         """
-        used_mask = self._used_mask
-        is_payload = self._is_coded and used_mask.nbytes <= PAYLOAD_NBYTES
+        mask = self._gathering.used_mask.elements
+        is_payload = self._is_coded and mask.nbytes <= PAYLOAD_NBYTES
         self._flat.zero_()
-        return used_mask.new_zeros(n_ranks, used_mask.numel()) if is_payload else None
+        return mask.new_zeros(n_ranks, mask.numel()) if is_payload else None

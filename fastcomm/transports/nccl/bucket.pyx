@@ -5,7 +5,7 @@ gradients from where autograd has put them, reduces them, and scatters the resul
 
 import torch
 
-from fastcomm.comm.collective import WEIGHTED_OPS, real_numel, used_values
+from fastcomm.comm.collective import WEIGHTED_OPS, real_numel
 from fastcomm.comm.transport import ALIKE, BoundBucket, BucketWork
 
 cimport cython
@@ -29,7 +29,6 @@ from fastcomm.transports.nccl.library cimport dtype_number, ncclSuccess, op_numb
 from fastcomm.transports.nccl.link cimport Link
 
 
-cdef int MAX_TOKENS = 16
 cdef int MAX_KEPT = 2  # buckets whose gradients are kept until they have been flattened
 
 
@@ -75,7 +74,7 @@ cdef class NcclBucketWork:
         """
         if self.is_captured:
             return [True] * len(self.bucket.views)
-        present = self.bucket.used_mask.reduced(self.op)
+        present = self.bucket.used_mask.present(self.op)
         self.bucket.link.check_work(self.epoch, self.number)
         return present
 
@@ -108,7 +107,6 @@ cdef class NcclBucket(GatheringBucket):
     cdef BlockWire blocks
     cdef NcclCall *calls  # of a launch without them
     cdef size_t n_calls
-    cdef UsedMask used_mask
     cdef MultiTensor gathering, scattering, measuring
     cdef list kept  # gradients of this round that the launch will read where they are
     cdef Event flattened
@@ -127,9 +125,8 @@ cdef class NcclBucket(GatheringBucket):
         )
         self.kept, self.wire_address = [], <void *><size_t>wire.data_ptr()
         self._fill_in_calls(bounds)
-        self.used_mask = UsedMask(wire[wire.numel() - n:], flat.dtype, link.world_size)
         self.flattened, self.producers = Event(link.cuda), Producers(link.cuda)
-        self.hold(flat, views)
+        self.hold(flat, views, wire, link.world_size)
         numels = [real_numel(view) for view in views]
         self.gathering = MultiTensor(
             [*numels, n], [*offsets, wire.numel() - n], flat.dtype, wire.dtype, link.cuda
@@ -400,44 +397,6 @@ cdef class NcclBucket(GatheringBucket):
         with nogil:  # may wait for room in the device's queue
             self.measuring.norm_on(current)
         return 0
-
-
-cdef class UsedMask:
-    """The elements behind the gradients of a bucket, which say for each parameter whether some rank
-    has a gradient.
-    """
-
-    cdef object wire, dtype
-    cdef int world_size
-    cdef dict tokens  # by op and by what is missing, on the device, kept for reuse
-
-    def __cinit__(self, wire, dtype, int world_size):
-        """wire: one element for each parameter. dtype: of the gradients."""
-        self.wire, self.dtype, self.world_size, self.tokens = wire, dtype, world_size, {}
-
-    cdef token(self, str op, tuple missing):
-        """The values that this rank contributes."""
-        token = self.tokens.get((op, missing))
-        if token is None:
-            if missing:
-                self.token(op, ())  # so that it is there when a graph is captured
-            if len(self.tokens) > MAX_TOKENS:  # a new pattern in every step
-                self.tokens = {key: known for key, known in self.tokens.items() if not key[1]}
-            absent, present = used_values(op)
-            # flattening divides by world_size
-            values = [present * (self.world_size if op == "mean" else 1)] * self.wire.numel()
-            for i in missing:
-                values[i] = absent
-            host = torch.tensor(
-                values, dtype=self.dtype, device="cpu", pin_memory=self.wire.is_cuda
-            )
-            token = self.tokens[op, missing] = host.to(self.wire.device, non_blocking=True)
-        return token
-
-    cdef list reduced(self, op):
-        """Whether some rank has a gradient, by parameter. Waits for the device."""
-        absent, _ = used_values(op)
-        return (self.wire.float() != absent).tolist()
 
 
 cdef inline int _record(CUevent event, CUstream stream) except -1 nogil:

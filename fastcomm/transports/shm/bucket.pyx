@@ -3,7 +3,7 @@
 
 import torch
 
-from fastcomm.comm.collective import real_numel, used_values
+from fastcomm.comm.collective import real_numel
 from fastcomm.comm.transport import ALIKE, BoundBucket, BucketWork
 
 from libc.math cimport isnan
@@ -21,7 +21,6 @@ from fastcomm.transports.shm.ring cimport Ring, ShmWork
 
 
 cdef size_t SMALL_GRADIENT = 16384  # bytes
-cdef int MAX_TOKENS = 16
 
 
 cdef struct Span:
@@ -35,10 +34,9 @@ cdef class ShmBucket(GatheringBucket):
     cdef readonly ShmWork posted  # see BoundBucket.posted
     cdef Ring ring
     cdef Py_ssize_t end  # of the gradients in `flat`; behind it lies their used mask
-    cdef object wire, dtype, used_mask
+    cdef object wire
     cdef tuple bounds  # of the ranks' shards; None: every rank gets the whole
     cdef list narrow, wide  # what a launch casts, and where it casts the result back
-    cdef dict tokens  # by op and by what is missing: what to put into the used mask
     cdef uint32_t label
     cdef size_t itemsize
     cdef Span *spans  # of the slots in the flat buffer
@@ -48,11 +46,9 @@ cdef class ShmBucket(GatheringBucket):
     def __cinit__(
         self, Ring ring, flat, wire, list views, list offsets, uint32_t label, tuple bounds
     ):
-        self.hold(flat, views)
+        self.hold(flat, views, flat)
         self.ring, self.wire, self.label = ring, wire, label
-        self.dtype, self.itemsize = flat.dtype, flat.element_size()
-        self.end = flat.numel() - len(views)
-        self.used_mask, self.tokens = flat[self.end:], {}
+        self.itemsize, self.end = flat.element_size(), flat.numel() - len(views)
         self.spans = <Span *>malloc(max(len(views), 1) * sizeof(Span))
         if self.spans == NULL:
             raise MemoryError("out of memory")
@@ -116,7 +112,7 @@ cdef class ShmBucket(GatheringBucket):
         d.label, d.steps = self.label, step
         if self.counts:
             work.counting = shm_counting(self.end, self.adds_squares)
-        self.used_mask.copy_(self._token(op, tuple(missing)))
+        self.used_mask.fill(op, missing)
         if self.wire is not self.flat:
             self._narrow(&d)
         self.ring.post(&d, data, data, work)
@@ -134,19 +130,9 @@ cdef class ShmBucket(GatheringBucket):
             self.wire.copy_(self.flat)
             return 0
         torch.mul(self.flat, d.scale / d.weight, out=self.wire)
-        self.wire[self.end:].copy_(self.used_mask)
+        self.wire[self.end:].copy_(self.used_mask.elements)
         d.scale = d.weight
         return 0
-
-    cdef object _token(self, str op, tuple missing):
-        token = self.tokens.get((op, missing))
-        if token is None:
-            if len(self.tokens) > MAX_TOKENS:  # a new pattern in every step
-                self.tokens.clear()
-            absent, present = used_values(op)
-            token = self.tokens[op, missing] = torch.full_like(self.used_mask, present)
-            token[list(missing)] = absent
-        return token
 
     def count_results(self, bint adds_squares):
         self.counts = True

@@ -1,5 +1,6 @@
 from libc.stdint cimport uint32_t, uint64_t
 
+from fastcomm.comm.gathering cimport UsedMask
 from fastcomm.comm.standing cimport Standing
 from fastcomm.postmortem.flight_recorder cimport Entry, FlightRecorder
 from fastcomm.control.announcement cimport announcement
@@ -19,7 +20,7 @@ cdef class ShmWork:
     cdef shm_piece *pieces
     cdef size_t n_pieces
     cdef str op
-    cdef object used_mask
+    cdef UsedMask used_mask
     cdef bint finished, was_skipped, was_counted
     cdef shm_counting counting
     cdef shm_statistics statistics

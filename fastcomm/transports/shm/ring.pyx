@@ -11,7 +11,7 @@ import sys
 import torch
 
 from fastcomm.comm import collective, words
-from fastcomm.comm.collective import CPU_DTYPES, used_values
+from fastcomm.comm.collective import CPU_DTYPES
 from fastcomm.comm.deadline import running_s
 from fastcomm.errors import (
     ABORTED, CLOSED, DROPPED, ENDED, KILLED, RAISED, AbandonedError, FastcommError,
@@ -98,8 +98,7 @@ cdef class ShmWork:
 
     def present(self):
         self.wait()
-        absent, _ = used_values(self.op)
-        return (self.used_mask != absent).tolist()
+        return self.used_mask.present(self.op)
 
     def is_skipped(self):
         return self.was_skipped
