@@ -32,6 +32,8 @@ def is_gradient_held(parameter: torch.Tensor) -> bool:
     """
     if parameter.grad is None or parameter.grad.layout is not torch.strided:
         return False
+    if parameter.grad.requires_grad:  # one with a graph stays
+        return False
     return parameter.grad._base is not None or _n_names(parameter) > _N_NAMES
 
 

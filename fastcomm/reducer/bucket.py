@@ -17,7 +17,7 @@ from fastcomm.comm.flat_buffers import inside
 from fastcomm.comm.transport import BoundBucket, BucketWork, Part, Transport
 from fastcomm.comm.words import OTHERS_GRADIENT, advice_on_bucket
 from fastcomm.errors import FastcommError, MismatchError, add_to_first_line
-from fastcomm.reducer.autograd import is_gradient_held, is_hooked_behind
+from fastcomm.reducer.autograd import is_hooked_behind
 from fastcomm.reducer.gradient_state import GradientState, checksum
 from fastcomm.reducer.hooks import Counter, GradientHook
 from fastcomm.reducer.layout import (
@@ -100,13 +100,9 @@ class Bucket(Counter):
         # Gradients of parameters that got none in this backward, kept in case no other rank has got
         # one either.
         self._untouched: dict[int, Tensor | None] = {}
-        # gradients of earlier rounds, to which a backward without data has added nothing
-        self._emptied: dict[int, Tensor] = {}
-        # gradients that stay in .grad, where settle() puts the values: those that can themselves be
-        # differentiated, and those that the user has another name for
+        # gradients that can themselves be differentiated, and stay in .grad: settle() puts the
+        # values there
         self._staying: dict[int, Tensor] = {}
-        self._held: dict[int, Tensor] | None = None  # the latter, once they have been looked for
-        self._taken: set[int] = set()  # slots whose .grad a dropped round has set to None
         self.expect_gradients(len(named))
 
     def _view(self, i: int) -> Tensor:
@@ -162,9 +158,8 @@ class Bucket(Counter):
         taking_part = self.parameters
         if self.n_pending:
             taking_part = self.gradient_state.taking_part(taking_part, self.ready)
-        self._note_staying()
         if is_empty:
-            taking_part = self._leave_out(taking_part, keeps_graph)
+            taking_part = self._leave_out(keeps_graph)
         if keeps_graph:
             self._set_graphs_aside(taking_part)
         own = _gradients_of(taking_part) if inspect is not None else []
@@ -176,8 +171,6 @@ class Bucket(Counter):
             if self.ready[i] and not is_empty:
                 self._refuse_taken(i)
             self._fill_missing(i)
-            if part.scale != part.weight:
-                self.views[i].mul_(part.weight / part.scale)  # it is in no unit
         increment_version(self.views)  # a graph may have saved one that an earlier round has left
         try:
             self._bound.launch(op, missing, step, part)
@@ -194,34 +187,20 @@ class Bucket(Counter):
     def _launch_vote(self, op: str, step: int, part: Part) -> None:
         """Takes part without any gradient, as all ranks will drop this round."""
         self._is_vote = True
-        self._note_staying()
         missing = self._bound.gather([None] * len(self.views))
         self._is_gathered = True
         self._bound.launch(op, missing, step, part)
 
-    def _leave_out(
-        self, taking_part: list[Parameter | None], keeps_graph: bool
-    ) -> list[Parameter | None]:
-        """Drops the gradients that this rank has made without data. Those of earlier rounds stay,
-        since other ranks have them, too.
-        """
-        for i, parameter in enumerate(taking_part):
-            if parameter is None:
-                continue
+    def _leave_out(self, keeps_graph: bool) -> list[Parameter | None]:
+        """Drops the gradients that this rank has made without data."""
+        for name, parameter in self.named_parameters():
             if keeps_graph and parameter.grad is not None:
                 raise FastcommError(
-                    f"the gradient of parameter {self.names[i]} is to be differentiated "
+                    f"the gradient of parameter {name} is to be differentiated "
                     "(create_graph=True), and this rank has weight 0: use a weight above 0"
                 )
-            gradient = parameter.grad
-            if gradient is not None and self.gradient_state.holds_earlier(i):
-                self._emptied[i] = self._kept(gradient)
             parameter.grad = None
-        return [None] * len(taking_part)
-
-    def _kept(self, gradient: Tensor) -> Tensor:
-        """The gradient as it is now, also after the round, which overwrites views."""
-        return gradient.clone()
+        return [None] * len(self.views)
 
     def _set_graphs_aside(self, parameters: list[Parameter | None]) -> None:
         """For backward(create_graph=True). Reduces tensors without a graph, in place of the
@@ -240,27 +219,6 @@ class Bucket(Counter):
             ):
                 self._staying[i] = parameter.grad
                 parameter.grad = parameter.grad.detach()
-
-    def _note_staying(self) -> None:
-        """Keeps in .grad the gradients that the user also holds, until they are replaced: whoever
-        zeroes a flat buffer of gradients in each step relies on it.
-        """
-        if self._held is None:
-            # not of a sharded model, whose gradients have to go
-            some = [] if self._is_sharded else self.parameters
-            self._held = {
-                i: parameter.grad
-                for i, parameter in enumerate(some)
-                if parameter is not None
-                and parameter.grad is not None
-                and is_gradient_held(parameter)
-            }
-        for i, gradient in list(self._held.items()):
-            parameter = self._references[i]()
-            has_replaced = parameter is None or parameter.grad is not gradient
-            if has_replaced and i not in self._taken:
-                del self._held[i]
-        self._staying.update(self._held)
 
     def _gather(self, taking_part: list[Parameter | None]) -> list[int]:
         """Raises FastcommError naming the parameter whose gradient does not fit its slot."""
@@ -362,7 +320,7 @@ class Bucket(Counter):
             work.wait()
         except FastcommError as error:
             raise self._explained(error) from error.__cause__
-        self._sample.take((self._held or {}).values())
+        self._sample.take()
         return work
 
     def is_skipped(self) -> bool:
@@ -409,7 +367,6 @@ class Bucket(Counter):
                 gradient.data.copy_(self.views[i])
                 parameter.grad = gradient
                 self.gradient_state.note_kept(i)
-                self._taken.discard(i)
 
     def _settle_missing(self, work: BucketWork) -> list[int]:
         """Gives the parameters that had no gradient here the mean if some rank had one, and what
@@ -424,8 +381,6 @@ class Bucket(Counter):
             if is_present[i]:
                 parameter.grad = self.views[i]
                 continue
-            if i in self._emptied:
-                before, parameter.grad = self._emptied[i], self._staying.get(i, self.views[i])
             if before is not None and self._is_ours(i, parameter.grad):
                 self.views[i].copy_(before)
             self.gradient_state.note_left(i)
@@ -463,8 +418,8 @@ class Bucket(Counter):
 
     def _counted(self, count: Callable[[], Tensor | None]) -> Tensor | None:
         """What `count` finds, if it holds for all gradients. Norms have the same bits on all ranks
-        only if every rank takes them in one way. So gradients that lie elsewhere are copied to the
-        flat buffer: on a device all of them, on the CPU those that the user also holds.
+        only if every rank takes them in one way. So on a device, gradients that lie elsewhere are
+        copied to the flat buffer.
         """
         # On every rank, whatever this one has found: the next round is then counted on all.
         if not self._has_streams and not self._bound.count_results(True):
@@ -474,23 +429,13 @@ class Bucket(Counter):
             return None
         if self._has_streams:
             return self._count_with(outside, count)
-        is_in_flat = self._is_in_flat(outside)
-        is_unchanged = self._sample.is_unchanged((self._held or {}).values())
+        # Not where one is missing: another rank may have zeros there, of which its Sample tells
+        # nothing.
+        is_in_flat = all(
+            gradient is not None and torch.equal(gradient, self.views[i]) for i, gradient in outside
+        )
+        is_unchanged = self._sample.is_unchanged()  # in any case: the first call begins to sample
         return count() if is_in_flat and is_unchanged else None
-
-    def _is_in_flat(self, outside: list[tuple[int, Tensor | None]]) -> bool:
-        """Whether the flat buffer has the values of gradients that lie elsewhere. Those that the
-        user also holds are copied to it. Not where one is missing: another rank may have zeros
-        there, of which its Sample tells nothing.
-        """
-        for i, gradient in outside:
-            if gradient is None:
-                return False
-            if gradient is (self._held or {}).get(i):
-                self.views[i].data.copy_(gradient)  # .data: this counts as no write to the view
-            elif not torch.equal(gradient, self.views[i]):
-                return False
-        return True
 
     def _is_misfit(self, i: int, gradient: Tensor | None) -> bool:
         return gradient is not None and (
@@ -547,7 +492,6 @@ class Bucket(Counter):
         """Makes the bucket ready for the next backward."""
         self._is_gathered = self._is_vote = False
         self._untouched.clear()
-        self._emptied.clear()
         self._staying.clear()
         self.gradient_state.begin_period()
         self.expect_gradients(len(self.views))
@@ -555,7 +499,6 @@ class Bucket(Counter):
     def drop_gradients(self) -> None:
         """Leaves the parameters without gradients."""
         self.gradient_state.forget_rounds()
-        self._taken.update(self._held or ())
         for parameter in self.parameters:
             if parameter is not None:
                 parameter.grad = None
@@ -576,7 +519,7 @@ class Bucket(Counter):
     def release(self) -> None:
         """Gives the parameters gradients of their own, so that the flat buffer can go."""
         for i, gradient in _gradients_of(self.parameters):
-            own = gradient.clone() if inside([gradient]) else gradient
+            own = gradient if gradient.requires_grad else gradient.clone()
             self.gradient_state.hand_over(i, own)
             parameter = self._references[i]()
             if parameter is not None:

@@ -153,21 +153,20 @@ cdef class GradientState:
                 found.append(i)
         return found
 
-    def is_earlier(self, Py_ssize_t i):
-        """Whether the gradient is from before this period: a round has reduced it, or left it."""
-        gradient = self._gradient(i)
-        if gradient is None or self._is_unsynced(i, gradient):
-            return False
-        return self._is_known(i, gradient)
-
-    def holds_earlier(self, Py_ssize_t i):
-        """Whether the gradient is what an earlier round has left, and perhaps zeros added to it.
+    def first_earlier(self):
+        """The first slot whose gradient an earlier round has reduced or left; -1 if there is none.
         """
-        gradient = self._gradient(i)
-        if gradient is self.views[i]:
-            return True
-        # backwards under no_sync() mark what they have made, too
-        return self._is_known(i, gradient) and bool(stored_values(gradient).any())
+        cdef Py_ssize_t i
+        for i in range(len(self.views)):
+            gradient = self._gradient(i)
+            if gradient is None or self._is_unsynced(i, gradient):
+                continue
+            if self._is_known(i, gradient):
+                if self._is_fresh(i, None) or self._is_accepted(i, gradient):
+                    # not what zero_grad(set_to_none=False) leaves
+                    if stored_values(gradient).any():
+                        return i
+        return -1
 
     def note_round(self, number, left):
         """The round of this number has reduced all gradients but those in the slots `left`."""

@@ -205,7 +205,7 @@ class Reducer(ProcessBound, ReducerFlags):
 
         Raises MismatchError on every rank, naming the first difference; ValueError when there is
         nothing to train, when the model is on another device than the communicator, or attached
-        already.
+        already, and when you hold a gradient, too, which the reducer would replace.
         """
         source = model_of(model)
         free_failed_backwards()  # of a model that this one may replace
@@ -753,8 +753,7 @@ class Reducer(ProcessBound, ReducerFlags):
         MismatchError.
 
         weight: a number, or a tensor of one, which is waited for. 0: a rank without data, whose
-            gradients count nothing, not even NaNs. If all are 0, gradients are None, or what an
-            earlier reduction has left.
+            gradients count nothing, not even NaNs. If all are 0, gradients are None.
         of: "sum" if losses are sums over the data: sum(g) / sum(w).
 
         Holds until the reduction is over: for one backward outside no_sync(), and for those inside
@@ -762,12 +761,10 @@ class Reducer(ProcessBound, ReducerFlags):
         reduction, each before the backwards of its data in no_sync(), weights add up and each batch
         counts with its own. After zero_grad() the next call begins again.
 
-        Gradients that an earlier reduction has left in .grad stay there, and the mean is added.
-        With several weights, or of="sum", the backward raises FastcommError, on every rank.
-
         Raises before any rank is involved: ValueError for a negative or infinite number, NaN, and
         reducers with error_feedback, or with another op than "mean"; TypeError;
-        FastcommError inside a backward, and for gradients accumulated without a weight.
+        FastcommError inside a backward, for gradients accumulated without a weight, and for those
+        that an earlier reduction has left in .grad: call zero_grad() first.
         """
         model = self.attached_model()
         self.refuse_inside_backward("set_weight()")

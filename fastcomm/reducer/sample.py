@@ -9,7 +9,7 @@ rows is never known to be unchanged.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -32,25 +32,23 @@ class Sample:
         self._values: Tensor | None = None
         self._versions: list[int] = []
 
-    def take(self, held: Iterable[Tensor]) -> None:
-        """Notes what the reduction has left. held: gradients that lie elsewhere; the flat buffer
-        has their values whenever this or is_unchanged() is called.
-        """
+    def take(self) -> None:
+        """Notes what the reduction has left."""
         if self._places is not None:
-            self._values, self._versions = self._flat[self._places], self._count_writes(held)
+            self._values, self._versions = self._flat[self._places], self._count_writes()
 
-    def is_unchanged(self, held: Iterable[Tensor]) -> bool:
+    def is_unchanged(self) -> bool:
         """Whether nobody has written to the gradients since take()."""
         if self._places is None:
             self._places = torch.cat([_places(*span) for span in self._spans])
             return False
-        if self._values is None or self._count_writes(held) != self._versions:
+        if self._values is None or self._count_writes() != self._versions:
             return False
         tells = bool(self._values.view(-1, _PER_GRADIENT).any(dim=1).all())
         return tells and torch.equal(self._flat[self._places], self._values)
 
-    def _count_writes(self, held: Iterable[Tensor]) -> list[int]:
-        return [version_of(tensor) for tensor in (self._flat, *self._views, *held)]
+    def _count_writes(self) -> list[int]:
+        return [version_of(tensor) for tensor in (self._flat, *self._views)]
 
 
 def _places(offset: int, numel: int) -> Tensor:

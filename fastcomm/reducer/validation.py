@@ -24,6 +24,7 @@ from fastcomm.comm.collective import is_readable, is_wrapper, lacks_memory, with
 from fastcomm.comm.objects import called_by, gather_unequal
 from fastcomm.comm.transport import Transport
 from fastcomm.errors import FastcommError, MismatchError
+from fastcomm.reducer.autograd import is_gradient_held
 
 # ---- the model ----------------------------------------------------------------------------------
 
@@ -138,6 +139,11 @@ def _refuse_parameter(name: str, parameter: Parameter, device: torch.device) -> 
         raise ValueError(
             f"{what} is {dtype}; only gradients of float16, bfloat16, float32, float64, complex64 "
             "and complex128 can be reduced"
+        )
+    if is_gradient_held(parameter):
+        raise ValueError(
+            f"the gradient of parameter {name} has another name, or is a view of another tensor: "
+            "the reducer will replace it. Set `.grad` to None first"
         )
     if not parameter.is_leaf:
         raise ValueError(f"{what} is the result of an operation, not a leaf: it gets no gradient")

@@ -22,8 +22,8 @@ MUTATIONS = (
         name="sparse: a rank keeps back what no backward has touched",
         file=BUCKET,
         within="SparseBucket._taking_part",
-        old="is_empty or gradient is None",
-        new="is_empty or gradient is None or i in self._untouched",
+        old="gradients.append(gradient)",
+        new="gradients.append(None if i in self._untouched else gradient)",
         tests=_sparse("test_gradients_add_up_over_rounds"),
     ),
 )

@@ -31,10 +31,10 @@ MUTATIONS = (
     ),
     Mutation(
         name="weights: zeros count as gradients of an earlier reduction",
-        file=WEIGHTS,
-        within="Weighting._note_earlier",
-        old="values_of(parameter.grad).any()",
-        new="values_of(parameter.grad).new_ones(())",
+        file="fastcomm/reducer/gradient_state.pyx",
+        within="GradientState.first_earlier",
+        old="stored_values(gradient).any()",
+        new="True",
         tests=_test("test_zeros_that_zero_grad_has_left_are_no_earlier_gradients"),
     ),
 )

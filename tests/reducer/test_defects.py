@@ -5,7 +5,6 @@ right, or an error.
 from __future__ import annotations
 
 import contextlib
-import functools
 import gc
 import subprocess
 import sys
@@ -19,7 +18,6 @@ import fastcomm
 from fastcomm import AbandonedError, FastcommError
 from fastcomm.comm.objects import gather_objects
 from tests.support.models import (
-    SMALL_BUCKETS,
     Heads,
     assert_gradients,
     attached,
@@ -136,33 +134,31 @@ def _listed_gradients(model):
     return lambda: torch._foreach_zero_(grads)
 
 
-@pytest.mark.parametrize("when", ["before attach", "after attach"])
-@pytest.mark.parametrize("gradients", [_flat_gradients, _listed_gradients])
+@pytest.mark.parametrize("hold", [_flat_gradients, _listed_gradients])
 @on_ranks(2)
-def test_gradients_that_the_user_holds_too_stay_his(comm, gradients, when):
-    """He zeroes them under his own name, in every step."""
-    model = mlp()
-    expected = mean_gradients(model, comm.world_size, backward)
-    reducer = fastcomm.Reducer(comm)
-    if when == "after attach":
+def test_attach_refuses_gradients_that_the_user_holds_too(comm, hold):
+    """He would zero them under his own name, and not those that are reduced."""
+    model, reducer = mlp(), fastcomm.Reducer(comm)
+    zero = hold(model)
+    with pytest.raises(ValueError, match=r"0\.weight has another name.* Set `.grad` to None first"):
         reducer.attach(model)
-    with reducer.no_sync() if when == "after attach" else contextlib.nullcontext():
-        zero = gradients(model)
-    before = [p.grad.data_ptr() for p in model.parameters()]
-    if when == "before attach":
-        reducer.attach(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    for _ in range(3):
-        zero()
-        backward(model, comm.rank)
-        assert_gradients(model, expected)
-        assert [p.grad.data_ptr() for p in model.parameters()] == before
-        reducer.clip_grad_norm_(1e6)
-        optimizer.step()
+    del zero
     model.zero_grad()
+    reducer.attach(model)
+
+
+@pytest.mark.parametrize("hold", [_flat_gradients, _listed_gradients])
+@on_ranks(2)
+def test_gradients_that_the_user_holds_after_attach_are_replaced(comm, hold):
+    model, reducer, _ = attached(comm)
+    expected = mean_gradients(model, comm.world_size, backward)
+    with reducer.no_sync():
+        zero = hold(model)
+    before = {p.grad.data_ptr() for p in model.parameters()}
+    zero()
     backward(model, comm.rank)
     assert_gradients(model, expected)
-    assert not {p.grad.data_ptr() for p in model.parameters()} & {*before}
+    assert not {p.grad.data_ptr() for p in model.parameters()} & before
 
 
 def assert_same_on_all(comm, numbers):
@@ -254,15 +250,13 @@ def test_a_norm_leaves_alone_what_the_user_has_taken_out(comm):
 
 @pytest.mark.parametrize("write", [None, _written_in_place, _written_past_torch])
 @on_ranks(2)
-def test_ranks_clip_alike_where_one_holds_its_gradients(comm, write):
+def test_ranks_clip_alike_where_one_has_assigned_gradients(comm, write):
     """In tensors with strides of its own, in which torch adds squares in another order."""
     model = nn.Sequential(*[nn.Linear(65, 65) for _ in range(4)])
     reducer = fastcomm.Reducer(comm).attach(model)
-    held = []
     if comm.rank == 1:
-        held = [torch.zeros_like(p).T.contiguous().T for p in model.parameters()]
-        for p, gradient in zip(model.parameters(), held, strict=True):
-            p.grad = gradient
+        for p in model.parameters():
+            p.grad = torch.zeros_like(p).T.contiguous().T
     for step in range(8):
         for p in model.parameters():
             if p.grad is not None:
@@ -274,42 +268,6 @@ def test_ranks_clip_alike_where_one_holds_its_gradients(comm, write):
         norms += [reducer.grad_norm(), *gradients(model)]
         assert_same_on_all(comm, [tensor.tolist() for tensor in norms])
         assert norms[1].item() == pytest.approx(0.7, rel=1e-5)
-    assert all(p.grad is one for p, one in zip(model.parameters(), held, strict=False))
-
-
-@on_ranks(2)
-def test_a_held_gradient_of_an_unused_parameter_is_left_as_it_is(comm):
-    model = Heads(3)
-    unused = model.heads[2].weight
-    held = unused.grad = torch.full_like(unused, 0.5)
-    fastcomm.Reducer(comm, op="sum", **SMALL_BUCKETS).attach(model)
-    for step in range(2):
-        loss_of(model, comm.rank, step, 0, 1).backward()
-        assert unused.grad is held
-        assert (held == 1).all(), "reduced once, when it was new"
-
-
-@pytest.mark.parametrize("why", ["skipped", "no weight"])
-@on_ranks(2)
-def test_held_gradients_come_back_after_a_round_that_was_dropped(comm, why):
-    """A round that is dropped, and a rank of no weight, leave .grad empty for a while."""
-    model = mlp()
-    zero = _flat_gradients(model)
-    reducer = fastcomm.Reducer(comm, skip_nonfinite=True).attach(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    for step in range(4):
-        has_all = why == "skipped" or step != 1
-        run = functools.partial(backward, step=step)
-        expected = mean_gradients(mlp(), comm.world_size if has_all else 1, run)
-        if why == "no weight":
-            reducer.set_weight(1 if has_all else 1 - comm.rank)
-        elif step == 1 and comm.rank == 0:
-            reducer.skip_step()
-        zero()
-        backward(model, comm.rank, step)
-        optimizer.step()
-        if not reducer.skipped:
-            assert_gradients(model, expected)
 
 
 class Fused(nn.Module):

@@ -100,7 +100,6 @@ class SparseBucket(Bucket):
         # how long messages are is not known
         self.flat = torch.empty(0, dtype=self.dtype, device=comm.device)
         self._hold(named, [self.flat.new_empty(1) for _ in own], comm, n_rounds)
-        self._held = {}  # results are new tensors, which overwrite none of the user's
         self._producers = Producers(comm.cuda) if comm.has_streams else None
         self.note_stream = None if self._producers is None else self._producers.note
         # of messages, kept from round to round
@@ -189,12 +188,11 @@ class SparseBucket(Bucket):
         """
         parameters = self.parameters
         is_empty = not part.weight
-        factor = 1.0 if is_empty else part.weight / part.scale
         taking_part = parameters
         if self.n_pending:
             taking_part = self.gradient_state.taking_part(parameters, self.ready)
         if is_empty:
-            taking_part = self._leave_out(taking_part, keeps_graph)
+            taking_part = self._leave_out(keeps_graph)
         gradients: list[Tensor | None] = []
         for i, parameter in enumerate(parameters):
             gradient = None if parameter is None else parameter.grad
@@ -204,16 +202,8 @@ class SparseBucket(Bucket):
                 self._untouched[i] = gradient
             if parameter is not None and gradient is not None:
                 self._refuse_misfit(i, parameter, gradient)
-            if is_empty or gradient is None:
-                gradients.append(None)
-            elif factor != 1 and i in self._untouched:  # from an earlier round, and in no unit
-                gradients.append(gradient * factor)
-            else:
-                gradients.append(gradient)
+            gradients.append(gradient)
         return gradients
-
-    def _kept(self, gradient: Tensor) -> Tensor:
-        return gradient
 
     def _refuse_misfit(self, i: int, parameter: Parameter, gradient: Tensor) -> None:
         like = self._likes[i]
@@ -311,8 +301,6 @@ class SparseBucket(Bucket):
         for i, result in enumerate(self._results or ()):
             parameter = self._references[i]()
             if result is None:
-                if parameter is not None and i in self._emptied:
-                    parameter.grad = self._emptied[i]
                 self.gradient_state.note_left(i)
                 left.append(i)
             elif parameter is not None:

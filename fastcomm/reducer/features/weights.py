@@ -6,13 +6,11 @@ so far: gradients of a batch with a smaller weight are scaled before autograd ad
 stands in .grad is scaled when a larger weight comes. So nothing there is larger than a sum without
 weights would be. A batch of weight 0 adds zeros, whatever its gradients are.
 
-What an earlier reduction has left in .grad is in the unit of one weight, whatever that is. It
-counts once if this rank has one weight for means in the round; otherwise the round is refused.
+What an earlier reduction has left in .grad is in another unit, and refused.
 """
 
 from __future__ import annotations
 
-import functools
 import math
 import weakref
 from collections.abc import Sequence
@@ -29,7 +27,6 @@ from fastcomm.errors import FastcommError
 from fastcomm.reducer.bucket import Bucket
 from fastcomm.reducer.extension import RoundExtension
 from fastcomm.reducer.hooks import Untraced
-from fastcomm.reducer.layout import values_of
 from fastcomm.reducer.round import Round
 from fastcomm.reducer.validation import Model
 
@@ -66,9 +63,6 @@ class Weighting(RoundExtension):
         self._before = 0.0  # of the batches before it in this round
         self._unit = 0.0  # the weight that a gradient in .grad stands for; 0 if there is none
         self._n_unsynced = 0  # see ReducerFlags: when the weight under way was set
-        # By name, gradients of earlier reductions to which this round's were added: whether they
-        # are not zeros, such as zero_grad(set_to_none=False) leaves.
-        self._earlier: dict[str, Tensor] = {}
         self._drop_hooks()
 
     def _drop_hooks(self) -> None:
@@ -82,6 +76,7 @@ class Weighting(RoundExtension):
         value = _number(weight)
         if of not in WEIGHTED_OPS:
             raise ValueError(f'of must be "mean" or "sum", as the losses are; got {of!r}')
+        _refuse_earlier(buckets)
         if not n_unsynced or not any(b.gradient_state.unsynced_slots() for b in buckets):
             self.forget()  # with the gradients that zero_grad() has dropped go their weights
         elif self._now is not None and of != self._of:
@@ -100,28 +95,10 @@ class Weighting(RoundExtension):
                 "gradients have been accumulated without a weight: call set_weight() before the "
                 "first backward in no_sync(), too, or drop them by zero_grad()"
             )
-        self._refuse_added_to_earlier()
         self._before += self._now
-
-    def end_of_backward(self, round: Round) -> None:
-        """Raise FastcommError if the round would count gradients of an earlier reduction by the
-        wrong weight.
-        """
-        if round.part.scale != round.part.weight:
-            self._refuse_added_to_earlier()
-
-    def _refuse_added_to_earlier(self) -> None:
-        for name, stands in self._earlier.items():
-            if stands:
-                raise FastcommError(
-                    "gradients of several weights, or of losses that are sums, were added to those "
-                    f"of an earlier reduction, which have another unit, in parameter {name}: call "
-                    "zero_grad() before the first backward of a reduction, on every rank"
-                )
 
     def _begin_batch(self, value: float, buckets: Sequence[Bucket]) -> None:
         self._drop_hooks()
-        self._watch_earlier(buckets)
         if value == 0:
             self._scale_what_comes(0.0, buckets)
         elif self._of == "sum":
@@ -132,24 +109,6 @@ class Weighting(RoundExtension):
             if 0 < self._unit < value:
                 _scale_what_is_there(self._unit / value, buckets)
             self._unit = value
-
-    def _watch_earlier(self, buckets: Sequence[Bucket]) -> None:
-        """Notes where autograd adds to the gradients of an earlier reduction."""
-        for bucket in buckets:
-            for i, parameter in enumerate(bucket.parameters):
-                if parameter is None or not parameter.requires_grad:
-                    continue
-                if bucket.gradient_state.is_earlier(i):
-                    node = get_gradient_edge(parameter).node
-                    note = functools.partial(self._note_earlier, bucket, i)
-                    self._hooks.append((node, node.register_prehook(Untraced(note))))
-
-    def _note_earlier(self, bucket: Bucket, i: int, _: object) -> None:
-        parameter = bucket.parameters[i]
-        # zero_grad() may have dropped it since
-        if parameter is not None and bucket.gradient_state.is_earlier(i):
-            assert parameter.grad is not None  # for the type checker
-            self._earlier[bucket.names[i]] = values_of(parameter.grad).any()
 
     def _scale_what_comes(self, factor: float, buckets: Sequence[Bucket]) -> None:
         """Multiplies the gradients that autograd makes before it adds them to .grad."""
@@ -181,6 +140,17 @@ class Weighting(RoundExtension):
 
     def dropped(self) -> None:
         self.forget()
+
+
+def _refuse_earlier(buckets: Sequence[Bucket]) -> None:
+    """Raises FastcommError where .grad holds what an earlier reduction has left."""
+    for bucket in buckets:
+        i = bucket.gradient_state.first_earlier()
+        if i >= 0:
+            raise FastcommError(
+                f"the gradient of parameter {bucket.names[i]} is that of an earlier reduction, "
+                "which has no weight: call zero_grad() before set_weight(), on every rank"
+            )
 
 
 def _number(weight: Any) -> float:

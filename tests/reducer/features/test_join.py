@@ -405,6 +405,7 @@ def test_a_weight_for_a_batch_that_has_not_come_is_forgotten(comm):
         for n in batches:
             reducer.set_weight(n)
             loss_of(model, data_of(comm.rank, n)).backward()
+            model.zero_grad()
         if comm.rank == 1:
             reducer.set_weight(3)
     loss_of(model, data_of(comm.rank, 3)).backward()

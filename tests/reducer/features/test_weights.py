@@ -7,11 +7,10 @@ import re
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 import fastcomm
 from fastcomm import FastcommError, MismatchError
-from tests.support.models import Heads, assert_gradients, attached, gradients, mlp, replica_of
+from tests.support.models import assert_gradients, attached, gradients, mlp, replica_of
 from tests.support.ranks import on_ranks
 from tests.support.sharded_pairs import Pair
 from tests.support.transports import EVERY_TRANSPORT
@@ -121,28 +120,6 @@ def test_without_any_data_no_rank_has_gradients(comm):
         assert reducer.clip_grad_norm_(1.0) == 0
         optimizer.step()
     assert all(map(torch.equal, before, model.parameters()))
-
-
-@on_ranks(2)
-def test_gradients_of_an_earlier_reduction_count_once(comm):
-    model, reducer, _ = attached(comm, mlp().double())
-    # twice of weight 1: nothing moves and nothing is scaled in the second of them
-    rounds = [[5], [1]], [[0], [3]], [[2], [4]], [[1], [1]], [[1], [1]]
-    for counts in rounds:
-        accumulate(reducer, model, counts[comm.rank])
-    parts = [joined(model, counts) for counts in rounds]
-    assert_gradients(model, [sum(column) for column in zip(*parts, strict=True)])
-
-
-@on_ranks(2)
-def test_what_earlier_rounds_have_left_stays_on_a_rank_without_data(comm):
-    model, reducer, _ = attached(comm, Heads())
-    x, y = rows(3, comm.rank)
-    F.mse_loss(model(x, 0, 1), y).backward()
-    left = gradients(model.heads[1])
-    reducer.set_weight(1 - comm.rank)
-    F.mse_loss(model(x, comm.rank), y).backward()
-    assert_gradients(model.heads[1], left)
 
 
 @on_ranks(2)
@@ -293,12 +270,6 @@ def test_batches_that_cannot_be_weighted(comm):
     with pytest.raises(FastcommError, match=r"set_weight\(\) was called inside backward"):
         loss_of(model, rows(2, 0)).backward()
     handle.remove()
-    accumulate(reducer, model, [2])
-    with reducer.no_sync():
-        reducer.set_weight(1)
-        loss_of(model, rows(1, 0)).backward()
-        with pytest.raises(FastcommError, match="added to those of an earlier reduction"):
-            reducer.set_weight(2)
 
 
 @only_shm
@@ -329,16 +300,6 @@ def test_a_graph_of_gradients_needs_data(comm):
 
 
 @on_ranks(2)
-def test_weights_of_sums_refuse_gradients_of_an_earlier_reduction(comm):
-    model, reducer, _ = attached(comm)
-    accumulate(reducer, model, [3], "sum")
-    with pytest.raises(FastcommError, match=r"in parameter \d\.\w+: call zero_grad|abandoned"):
-        accumulate(reducer, model, [3], "sum")
-    accumulate(reducer, model, [3], "sum")  # the round was dropped, and all gradients with it
-    assert_gradients(model, joined(mlp(), [[3], [3]]))
-
-
-@on_ranks(2)
 def test_zeros_that_zero_grad_has_left_are_no_earlier_gradients(comm):
     model, reducer, _ = attached(comm)
     for of in ("sum", "mean"):
@@ -348,66 +309,42 @@ def test_zeros_that_zero_grad_has_left_are_no_earlier_gradients(comm):
     assert_gradients(model, joined(mlp(), [[2, 0], [2, 4]]))
 
 
-@pytest.mark.parametrize("of", ["mean", "sum"])
-@on_ranks(2)
-def test_a_reduction_without_data_on_any_rank_leaves_earlier_gradients(comm, of):
-    model, reducer, _ = attached(comm)
-    accumulate(reducer, model, [3])
-    accumulate(reducer, model, [0], of)
-    assert_gradients(model, joined(mlp(), [[3], [3]]))
+def untouched(reducer):
+    pass
 
 
-def stepped(model, reducer):
+def stepped(reducer):
     """Leaves the gradients where they are."""
-    torch.optim.SGD(model.parameters(), lr=0.0).step()
+    torch.optim.SGD(reducer.attached_model().parameters(), lr=0.0).step()
 
 
-def refreshed(model, reducer):
+def refreshed(reducer):
     reducer.refresh()
 
 
-@pytest.mark.parametrize("between", [stepped, refreshed])
+@pytest.mark.parametrize("between", [untouched, stepped, refreshed])
 @on_ranks(2)
-def test_several_weights_are_not_added_to_an_earlier_reduction(comm, between):
+def test_a_weight_refuses_gradients_of_an_earlier_reduction(comm, between):
     model, reducer, _ = attached(comm)
     accumulate(reducer, model, [3])
-    between(model, reducer)
-    with pytest.raises(FastcommError, match="added to those of an earlier reduction"):
-        accumulate(reducer, model, [2, 5])
+    between(reducer)
+    for of in ("mean", "sum"):
+        with pytest.raises(FastcommError, match=r"\d\.\w+ is that of an earlier reduction"):
+            reducer.set_weight(2, of=of)
     model.zero_grad()
     accumulate(reducer, model, [2, 5])
-    assert_gradients(model, joined(mlp(), [[2, 5], [2, 5]]))
+    assert_gradients(model, joined(model, [[2, 5], [2, 5]]))
 
 
 @on_ranks(2)
-def test_a_weight_set_after_one_batch_does_not_meet_earlier_gradients_of_others(comm):
-    """The first batch uses other parameters than those that have an earlier gradient."""
-    model, reducer, _ = attached(comm, Heads())
-    x, y = rows(3, comm.rank)
-    F.mse_loss(model(x, 1), y).backward()
-    model.trunk.zero_grad()
-    reducer.set_weight(1)
-    with reducer.no_sync():
-        F.mse_loss(model(x, 0), y).backward()
-    reducer.set_weight(2)
-    with pytest.raises(FastcommError, match=r"heads\.1|abandoned"):
-        F.mse_loss(model(x, 1), y).backward()
-
-
-@on_ranks(2)
-def test_a_second_reduction_counts_ranks_alike_until_set_weight_is_called_again(comm):
+def test_a_second_reduction_without_a_weight_counts_ranks_alike(comm):
     model, reducer, _ = attached(comm, mlp().double())
     counts = 1 + 2 * comm.rank
     data = rows(counts, comm.rank)
-    for weighs_again in (False, True):
-        model.zero_grad()
-        reducer.set_weight(counts)
-        loss_of(model, data).backward()
-        if weighs_again:
-            reducer.set_weight(counts)
-        loss_of(model, data).backward()
-        weighted = joined(model, [[1], [3]])
-        means = [joined(model, [[1], [0]]), joined(model, [[0], [3]])]
-        alike = [(a + b) / 2 for a, b in zip(*means, strict=True)]
-        again = weighted if weighs_again else alike
-        assert_gradients(model, [a + b for a, b in zip(weighted, again, strict=True)])
+    reducer.set_weight(counts)
+    loss_of(model, data).backward()
+    loss_of(model, data).backward()
+    weighted = joined(model, [[1], [3]])
+    means = [joined(model, [[1], [0]]), joined(model, [[0], [3]])]
+    alike = [(a + b) / 2 for a, b in zip(*means, strict=True)]
+    assert_gradients(model, [a + b for a, b in zip(weighted, alike, strict=True)])
