@@ -47,7 +47,7 @@ class Methods:
         model, batch = case.make(self.comm.rank)
         reducer = fastcomm.Reducer(self.comm, bucket_cap_mb="auto").attach(model)
         step = case.training_step(model, batch)
-        while reducer.planner.is_measuring:
+        while reducer.core.planner.is_measuring:
             step()
         timeline = reducer.timeline(steps=self.options.steps)
         for _ in range(self.options.steps):
@@ -56,7 +56,7 @@ class Methods:
             summary = timeline.summary()
         except ImportError as error:
             summary = str(error)
-        return list(reducer.planner.seconds.items()), reducer.planner.cap_mb, summary
+        return list(reducer.core.planner.seconds.items()), reducer.core.planner.cap_mb, summary
 
 
 def print_sizes(seconds: Mapping[float, float], kept_mb: float) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 
 import griffe
 
-INTERNAL = ("For reducers", "For the reducer", "For optimizers' hooks")
+INTERNAL = "For reducers"
 ITEM = re.compile(r"^([a-z_]+(?:, [a-z_]+)*): ", re.MULTILINE)
 # A class or a function, and its docstring if it has one; parameters may have calls in them.
 DEFINITION = re.compile(

@@ -23,7 +23,7 @@ from fastcomm.reducer import validation
 from fastcomm.reducer.features.shards import Piece
 from fastcomm.reducer.layout import in_memory_order, strides_of
 
-State = dict[str, Any]
+OptimizerState = dict[str, Any]
 _NEVER_CUT = "step"  # a scalar, also for parameters that are scalars
 _BEFORE_STEPS = {_NEVER_CUT: 0, "mu_product": 1}  # what a step of zeros changes; the latter: NAdam
 
@@ -62,8 +62,8 @@ class _Cut(NamedTuple):
 
 
 def compare(
-    comm: Transport, parts: Collection[Part], states: Mapping[Tensor, State], call: str
-) -> list[State]:
+    comm: Transport, parts: Collection[Part], states: Mapping[Tensor, OptimizerState], call: str
+) -> list[OptimizerState]:
     """By part, the state of the first rank that steps it, without what is cut. Collective. Raises
     MismatchError, on every rank, where ranks that step one parameter have states of different
     steps.
@@ -81,7 +81,7 @@ def compare(
     return firsts
 
 
-def _describe(piece: Piece | None, states: Mapping[Tensor, State]) -> State:
+def _describe(piece: Piece | None, states: Mapping[Tensor, OptimizerState]) -> OptimizerState:
     """The piece's state, without what is cut."""
     if piece is None:
         return {}
@@ -91,7 +91,9 @@ def _describe(piece: Piece | None, states: Mapping[Tensor, State]) -> State:
     }
 
 
-def _refuse_mixture(name: str, first: int, state: State, rank: int, other: State) -> None:
+def _refuse_mixture(
+    name: str, first: int, state: OptimizerState, rank: int, other: OptimizerState
+) -> None:
     """Raises MismatchError unless two ranks' states of one parameter are of one step."""
     for key in {**state, **other}:
         expected, found = (
@@ -107,12 +109,12 @@ def _refuse_mixture(name: str, first: int, state: State, rank: int, other: State
 
 
 def sharded(
-    comm: Transport, parts: Collection[Part], states: Mapping[Tensor, State], call: str
-) -> dict[Parameter, State]:
+    comm: Transport, parts: Collection[Part], states: Mapping[Tensor, OptimizerState], call: str
+) -> dict[Parameter, OptimizerState]:
     """The parameters' states, with a TensorShard for each tensor that is cut; none for a parameter
     that was never stepped. Collective. Takes and raises what compare() does.
     """
-    shown: dict[Parameter, State] = {}
+    shown: dict[Parameter, OptimizerState] = {}
     firsts = compare(comm, parts, states, call)
     for (_, parameter, _, piece), first in zip(parts, firsts, strict=True):
         mine = {} if piece is None else states.get(piece.parameter, {})
@@ -129,8 +131,8 @@ def sharded(
 
 
 def gather(
-    comm: Transport, parts: Collection[Part], states: Mapping[Tensor, State], call: str
-) -> dict[Parameter, State]:
+    comm: Transport, parts: Collection[Part], states: Mapping[Tensor, OptimizerState], call: str
+) -> dict[Parameter, OptimizerState]:
     """The parameters' whole states; none for a parameter that was never stepped. Collective. Takes
     and raises what compare() does.
     """
@@ -161,7 +163,7 @@ def of_zeros(part: Part) -> Part:
     return part._replace(piece=part.piece._replace(parameter=zeros))
 
 
-def of_no_step(state: State) -> State:
+def of_no_step(state: OptimizerState) -> OptimizerState:
     """The state of one step of zeros, as that of none."""
     started = {
         key: torch.full_like(state[key], start) if isinstance(state[key], Tensor) else start
@@ -174,7 +176,9 @@ def of_no_step(state: State) -> State:
 # -- what this rank steps of it --------------------------------------------------------------------
 
 
-def cut(whole: Mapping[Parameter, State], parts: Mapping[Parameter, Part]) -> dict[Tensor, State]:
+def cut(
+    whole: Mapping[Parameter, OptimizerState], parts: Mapping[Parameter, Part]
+) -> dict[Tensor, OptimizerState]:
     """The states of this rank's pieces, by the pieces' parameters. whole: by parameter, each whole,
     or of this rank's shards.
     """
@@ -222,7 +226,7 @@ class Saved(NamedTuple):
     """
 
     groups: Sequence[dict[str, Any]]
-    states: Mapping[Any, State]
+    states: Mapping[Any, OptimizerState]
 
     @property
     def is_whole(self) -> bool:
@@ -232,7 +236,7 @@ class Saved(NamedTuple):
 
     def numbered(self) -> dict[str, Any]:
         """As state_dict() has it: with numbers in place of the parameters."""
-        states: dict[int, State] = {}
+        states: dict[int, OptimizerState] = {}
         groups, n = [], 0
         for group in self.groups:
             numbered = dict(enumerate(group["params"], n))
@@ -267,7 +271,7 @@ def read(saved: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> Saved
         for mine, group in pairs
         for number, parameter in zip(group["params"], mine["params"], strict=True)
     }
-    states: dict[Parameter, State] = {}
+    states: dict[Parameter, OptimizerState] = {}
     for key, state in saved["state"].items():
         if str(key) not in parameter_of:
             raise ValueError(
@@ -307,7 +311,7 @@ def refuse_other_shards(
                 )
 
 
-def refuse_misfits(states: Mapping[Parameter, State], parts: Iterable[Part]) -> None:
+def refuse_misfits(states: Mapping[Parameter, OptimizerState], parts: Iterable[Part]) -> None:
     """Raises ValueError naming a parameter whose state cannot be cut as it is."""
     for name, parameter, _, _ in parts:
         for key, value in states.get(parameter, {}).items():

@@ -13,7 +13,7 @@ steps the ranks have made.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -22,15 +22,17 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import LBFGS, Optimizer
 
+from fastcomm.comm.communicator import ProcessBound
 from fastcomm.comm.objects import gather_numbers, on_host
 from fastcomm.comm.transport import Transport
 from fastcomm.errors import FastcommError, MismatchError
 from fastcomm.optim import checkpoints
 from fastcomm.reducer import validation
 from fastcomm.reducer.bucket import Bucket
-from fastcomm.reducer.extension import LocalSteps
+from fastcomm.reducer.core import Core
+from fastcomm.reducer.defer_signals import defer_signals
+from fastcomm.reducer.extension import RoundExtension
 from fastcomm.reducer.features.compatibility import Feature, check
-from fastcomm.reducer.features.defer_signals import defer_signals
 from fastcomm.reducer.optimizer_hooks import SteppedSlots
 from fastcomm.reducer.reducer import Reducer
 from fastcomm.reducer.round import Round, State
@@ -38,7 +40,7 @@ from fastcomm.reducer.round import Round, State
 _NOTE = "fastcomm: the ranks have synced; this one takes what they agreed on, as the others do"
 
 
-class LocalSGD(LocalSteps):
+class LocalSGD(ProcessBound):
     """Lets each rank of a reducer step with its own gradients, and averages the parameters over all
     ranks every `every` steps.
 
@@ -74,6 +76,7 @@ class LocalSGD(LocalSteps):
     """
 
     n_steps: int
+    instead = ", and save its state_dict()"
 
     def __init__(self, reducer: Reducer, *, every: int) -> None:
         self._begin(reducer, every, self._refuse_rounding)
@@ -85,33 +88,33 @@ class LocalSGD(LocalSteps):
         name = type(self).__name__
         if not isinstance(reducer, Reducer):
             raise TypeError(f"{name}() takes a Reducer; got {type(reducer).__name__}")
-        self.reducer = reducer
+        self.reducer, self._core = reducer, reducer.core
         making = validation.Call(f"{name}()", f"options of {name}", f"cannot begin its {name}")
-        self._names = {name for bucket in reducer.buckets for name in bucket.names}
-        with validation.agreeing(reducer.comm, making) as described:
-            _refuse(reducer, every)
+        self._names = {name for bucket in self._core.buckets for name in bucket.names}
+        with validation.agreeing(self._core.comm, making) as described:
+            _refuse(self._core, every)
             described |= {"every": every, **prepare()}
-        for bucket in reducer.buckets:
+        for bucket in self._core.buckets:
             bucket.step_checksum = 0  # parameters may differ between the ranks from here on
         self.n_steps = 0  # of this rank, that were counted
         self.n_syncs = 0  # that are over
         self._every = every
         self._synced_at = 0  # after how many steps all ranks had equal parameters
         self._stepped: set[str] = set()  # parameters, since the last step was counted
-        reducer.install(self)
-        reducer.steps_alone = True
+        self._core.local_steps = self._core.install(_LocalSteps(self))
+        self._core.steps_alone = True
 
     def _refuse_rounding(self) -> dict[str, Any]:
         """Raises ValueError for a wire that rounds parameters."""
-        wire = self.reducer.options.wire_dtype
-        if any(wire not in (None, bucket.dtype) for bucket in self.reducer.buckets):
+        wire = self._core.options.wire_dtype
+        if any(wire not in (None, bucket.dtype) for bucket in self._core.buckets):
             check(Feature.LOCAL_SGD, {Feature.ROUNDING: f"wire_dtype={wire}"})
         return {}
 
     def __repr__(self) -> str:
         return (
             f"<{type(self).__name__}: every {self._every} steps; {self.n_steps} steps, "
-            f"{self.n_syncs} syncs{'' if self.is_on else ', finished'}>"
+            f"{self.n_syncs} syncs{'' if self._is_on else ', finished'}>"
         )
 
     def __enter__(self) -> Any:
@@ -128,10 +131,10 @@ class LocalSGD(LocalSteps):
         """
         if kind is None:
             self.finish()
-        elif self.is_on:
+        elif self._is_on:
             self._end()
-            self.reducer.stand_still(
-                self.reducer.attached_model(),
+            self._core.stand_still(
+                self._core.model(),
                 f"a block of {type(self).__name__} was left by an exception, without a "
                 "sync, and the ranks' parameters differ: call refresh() on every rank, "
                 "which copies rank 0's",
@@ -140,25 +143,24 @@ class LocalSGD(LocalSteps):
     @property
     def comm(self) -> Transport:
         """The reducer's."""
-        return self.reducer.comm
+        return self._core.comm
 
     @property
-    def is_on(self) -> bool:
-        """For the reducer: whether ranks step by themselves: until finish(), or until the reducer
-        was detached.
-        """
-        return self.reducer.find(LocalSteps) is self
+    def _is_on(self) -> bool:
+        """Whether ranks step by themselves: until finish(), or until the reducer was detached."""
+        steps = self._core.local_steps
+        return steps is not None and steps.syncs is self
 
     @property
-    def is_agreed(self) -> bool:
-        """For the reducer: whether all parameters are equal on all ranks: no step since a sync."""
+    def _is_agreed(self) -> bool:
+        """Whether all parameters are equal on all ranks: no step since a sync."""
         return self._synced_at == self.n_steps and not self._stepped
 
     # -- steps -------------------------------------------------------------------------------------
 
-    def after_step(self, stepped: list[SteppedSlots]) -> None:
-        """For the reducer: count the step once all trainable parameters have been stepped."""
-        buckets = self.reducer.buckets
+    def _count(self, stepped: list[SteppedSlots]) -> None:
+        """Counts the step once all trainable parameters have been stepped."""
+        buckets = self._core.buckets
         names = {buckets[number].names[slot] for number, slots in stepped for slot in slots}
         if self._stepped & names:
             left_out = min(self._names - self._stepped)
@@ -185,8 +187,11 @@ class LocalSGD(LocalSteps):
         if self.n_steps % self._every == 0:
             self._sync()
 
+    def _before_step(self) -> None:
+        """An optimizer is about to step."""
+
     def _refuse_ended(self) -> None:
-        if not self.is_on:
+        if not self._is_on:
             raise FastcommError(
                 f"this {type(self).__name__} has ended, by finish() or with detach(): make another"
             )
@@ -208,7 +213,7 @@ class LocalSGD(LocalSteps):
         Before plain steps that follow, make an optimizer that has a state (momentum, Adam) anew on
         every rank, or load one rank's state_dict() on all.
         """
-        if not self.is_on:
+        if not self._is_on:
             return
         self.sync()
         self.average_buffers()
@@ -218,16 +223,16 @@ class LocalSGD(LocalSteps):
         """Lets the reducer reduce again, and no optimizer step with what this rank has made by
         itself: it is no accumulation.
         """
-        self.reducer.end_local_steps()
-        self.reducer.n_unsynced = 0
-        for bucket in self.reducer.buckets:
+        self._core.end_local_steps()
+        self._core.n_unsynced = 0
+        for bucket in self._core.buckets:
             bucket.gradient_state.begin_period()
 
     def _sync(self) -> None:
         """What a signal handler raises meanwhile is raised afterwards, if the other ranks count on
         this one.
         """
-        buckets = [] if self._synced_at == self.n_steps else self.reducer.buckets
+        buckets = [] if self._synced_at == self.n_steps else self._core.buckets
         standing = self.n_steps, self.n_syncs
         interruption = _average(self.comm, buckets, self._fill, standing)
         if buckets:
@@ -245,7 +250,7 @@ class LocalSGD(LocalSteps):
 
     def _apply(self) -> None:
         """Makes the parameters what the mean in the views asks for."""
-        for bucket in self.reducer.buckets:
+        for bucket in self._core.buckets:
             views, parameters = _views_and_parameters(bucket)
             torch._foreach_copy_(parameters, views)
 
@@ -254,7 +259,7 @@ class LocalSGD(LocalSteps):
         copies rank 0's others: before an evaluation, say. finish() does it, too; a sync does
         not. Collective.
         """
-        buffers = validation.named_buffers(self.reducer.attached_model())
+        buffers = validation.named_buffers(self._core.model())
         numbers = [buffer for _, buffer in buffers if buffer.is_floating_point()]
         others = [buffer for _, buffer in buffers if not buffer.is_floating_point()]
         validation.compare_named(self.comm, buffers, "average_buffers()")
@@ -341,7 +346,7 @@ class DiLoCo(LocalSGD):
     ) -> dict[str, Any]:
         """Copies the parameters, and makes the optimizer of the copies. Returns its options."""
         # in the model's order, which does not depend on the buckets
-        reduced = ((n, p) for n, p in self.reducer.named_parameters() if n in self._names)
+        reduced = ((n, p) for n, p in self._core.named_parameters() if n in self._names)
         # equal on all ranks: what a sync averages is how far this rank's are from them
         self._outer = {name: Parameter(p.detach().clone()) for name, p in reduced}
         self._has_stepped = False
@@ -355,11 +360,11 @@ class DiLoCo(LocalSGD):
         options = {f"{key} of the outer optimizer": value for key, value in options.items()}
         return {"outer_optimizer": type(outer).__qualname__, **options}
 
-    def before_step(self, optimizer: Optimizer) -> None:
-        """For the reducer: raises FastcommError before the first step if a parameter is not what
+    def _before_step(self) -> None:
+        """Raises FastcommError before the first step if a parameter is not what
         was copied.
         """
-        named = () if self._has_stepped else self.reducer.named_parameters()
+        named = () if self._has_stepped else self._core.named_parameters()
         for name, parameter in named:
             if name in self._outer and not torch.equal(parameter, self._outer[name]):
                 raise FastcommError(
@@ -380,13 +385,13 @@ class DiLoCo(LocalSGD):
         return [self._outer[name] for name, _ in bucket.named_parameters()]
 
     def _apply(self) -> None:
-        for bucket in self.reducer.buckets:
+        for bucket in self._core.buckets:
             views, _ = _views_and_parameters(bucket)
             for outer, view in zip(self._outer_of(bucket), views, strict=True):
                 outer.grad = view
         self.outer_optimizer.step()
         self.outer_optimizer.zero_grad()
-        for bucket in self.reducer.buckets:
+        for bucket in self._core.buckets:
             _, parameters = _views_and_parameters(bucket)
             torch._foreach_copy_(parameters, self._outer_of(bucket))
 
@@ -477,7 +482,7 @@ def _average(
                     fill(bucket)
                     bucket.take_views()
                 reduction.count_all()
-                reduction.finish()
+                reduction.advance(is_end=True)
     except BaseException as error:
         if not buckets or reduction.state is not State.SETTLED:
             with _gradients_aside(buckets):
@@ -551,12 +556,36 @@ def _gradients_aside(buckets: Sequence[Bucket]) -> Iterator[None]:
                 parameter.grad = gradient
 
 
+class _LocalSteps(RoundExtension):
+    """Installed while each rank steps by itself. syncs: a LocalSGD or DiLoCo."""
+
+    def __init__(self, syncs: LocalSGD) -> None:
+        self.syncs, self.name = syncs, type(syncs).__name__
+
+    def features(self) -> Mapping[Feature, str]:
+        return {Feature.LOCAL_STEPS: self.name}
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        self.syncs._before_step()
+
+    def after_step(self, stepped: list[SteppedSlots]) -> None:
+        self.syncs._count(stepped)
+
+    def refuse_unsynced(self) -> None:
+        """Raises FastcommError if this rank has made a step since the ranks synced."""
+        if not self.syncs._is_agreed:
+            raise FastcommError(
+                "it has made steps of its own since the ranks synced: call sync() of "
+                f"{self.name} before you compare the ranks"
+            )
+
+
 # -- what is refused -------------------------------------------------------------------------------
 
 
-def _refuse(reducer: Reducer, every: int) -> None:
+def _refuse(reducer: Core, every: int) -> None:
     """Raises TypeError or ValueError for what no sync can be made of."""
-    reducer.attached_model()
+    reducer.model()
     if not isinstance(every, int):
         raise TypeError(f"every must be an int; got {every!r}")
     if every < 1:

@@ -15,8 +15,8 @@ from torch.optim import Optimizer
 
 from fastcomm.errors import FastcommError
 from fastcomm.reducer import validation
+from fastcomm.reducer.core import Core
 from fastcomm.reducer.features.compatibility import Feature, check
-from fastcomm.reducer.reducer import Reducer
 
 # They look at each element by itself, so that a parameter may be cut. A class derived from one of
 # these need not.
@@ -39,7 +39,7 @@ _REFUSED = {
 }
 
 
-def refuse(optimizer_class: object, defaults: dict[str, Any], reducer: Reducer) -> None:
+def refuse(optimizer_class: object, defaults: dict[str, Any], reducer: Core) -> None:
     """Raises TypeError or ValueError for what cannot be sharded."""
     if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer)):
         raise misuse(optimizer_class)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -21,13 +22,16 @@ from fastcomm.comm.transport import Transport
 from fastcomm.errors import FastcommError, MismatchError
 from fastcomm.insight.recorder import OPTIMIZER, OTHER, WAITING
 from fastcomm.optim import checkpoints, shardable
-from fastcomm.optim.checkpoints import Part, Saved, State, options_of, pieces_of
+from fastcomm.optim.checkpoints import OptimizerState, Part, Saved, options_of, pieces_of
 from fastcomm.reducer import validation
 from fastcomm.reducer.bucket import Bucket
+from fastcomm.reducer.extension import RoundExtension
 from fastcomm.reducer.features import shards, torch_helpers
-from fastcomm.reducer.features.shards import BucketShard, ShardedBy, Sharding
+from fastcomm.reducer.features.compatibility import Feature
+from fastcomm.reducer.features.shards import BucketShard, Sharding
 from fastcomm.reducer.owners import owner_of
 from fastcomm.reducer.reducer import Reducer
+from fastcomm.reducer.round import Round, State
 
 _MAKING = validation.Call("ShardedOptimizer()", "optimizers", "cannot make its ShardedOptimizer")
 _TAKING = validation.Call(
@@ -80,7 +84,8 @@ class ShardedOptimizer(Optimizer):
     ) -> None:
         if not isinstance(reducer, Reducer):
             raise shardable.misuse(reducer)
-        self.reducer, self._class, self._defaults = reducer, optimizer_class, defaults
+        self.reducer, self._core = reducer, reducer.core
+        self._class, self._defaults = optimizer_class, defaults
         cuts = optimizer_class in shardable.ELEMENTWISE if elementwise is None else elementwise
         self.sharding = Sharding(keep_gradients, cuts)
         plain = self._make_plain(params)
@@ -92,26 +97,26 @@ class ShardedOptimizer(Optimizer):
         self._is_mixed = False  # the state may be of two steps
         # States that every rank has whole: of frozen parameters, which no bucket has; of all while
         # buckets change. Adagrad makes some before the first step, of frozen ones, too.
-        self._whole: dict[Any, State] = dict(plain.state)
+        self._whole: dict[Any, OptimizerState] = dict(plain.state)
         self._parts: dict[Parameter, Part] = {}
         self._buckets: Sequence[Bucket] = []
         torch_helpers.refuse_clipping(_is_held)
-        former = reducer.find(ShardedBy)
-        if former is not None:  # of an optimizer that is gone
-            reducer.remove(former)
-        sharded_by = reducer.install(ShardedBy(self))
+        core = self._core
+        if core.sharded_by is not None:  # of an optimizer that is gone
+            core.remove(core.sharded_by)
+        core.sharded_by = core.install(_ShardedBy(self))
         try:
-            reducer.refresh()
+            core.refresh()
         except BaseException:
-            reducer.remove(sharded_by)  # of what is half made
+            core.remove(core.sharded_by)  # of what is half made
             raise
 
     def _make_plain(self, params: Iterable[Any] | None) -> Optimizer:
         """The plain optimizer, for its parameter groups and defaults. Collective: raises on every
         rank what one of them refuses, and MismatchError where they differ.
         """
-        reducer = self.reducer
-        model = reducer.attached_model()
+        reducer = self._core
+        model = reducer.model()
         named = {name: p for name, p in reducer.named_parameters() if p.requires_grad}
         with validation.agreeing(reducer.comm, _MAKING) as described:
             described |= {
@@ -179,8 +184,8 @@ class ShardedOptimizer(Optimizer):
 
     # -- the buckets -------------------------------------------------------------------------------
 
-    def refuse_refresh(self) -> None:
-        """For the reducer: raises FastcommError for what this rank would lose, or mix."""
+    def _refuse_refresh(self) -> None:
+        """Raises FastcommError for what this rank would lose, or mix."""
         has_state = any(self._inner.state.values())
         if self._is_mixed and has_state:
             raise FastcommError(
@@ -191,8 +196,8 @@ class ShardedOptimizer(Optimizer):
         for bucket in self._buckets:
             _shard_of(bucket).refuse_refresh(bucket, has_state)
 
-    def gather_state(self) -> None:
-        """For the reducer: gathers the state before the buckets go. Collective."""
+    def _gather_state(self) -> None:
+        """Gathers the state before the buckets go. Collective."""
         if self._buckets:
             self._whole = self._full_state("refresh()")
         # refuse_refresh() has refused a state that is mixed
@@ -201,8 +206,8 @@ class ShardedOptimizer(Optimizer):
             group["params"] = []  # whose memory goes with the buckets
         self._inner.state.clear()
 
-    def take_buckets(self, buckets: Sequence[Bucket]) -> None:
-        """For the reducer: takes back the state, in these buckets. Collective."""
+    def _take_buckets(self, buckets: Sequence[Bucket]) -> None:
+        """Takes back the state, in these buckets. Collective."""
         with validation.agreeing(self.comm, _TAKING) as described:
             described |= self._places()
             parts = self._parts_in(buckets)
@@ -235,7 +240,7 @@ class ShardedOptimizer(Optimizer):
         self,
         groups: Sequence[dict[str, Any]],
         parts: dict[Parameter, Part],
-        states: dict[Tensor, State],
+        states: dict[Tensor, OptimizerState],
     ) -> Optimizer:
         """An optimizer of this rank's pieces of the groups' parameters."""
         pieces = [pieces_of(parts, group["params"]).values() for group in groups]
@@ -274,13 +279,14 @@ class ShardedOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if self.reducer.stepper() is not self:
+        sharded_by = self._core.sharded_by
+        if sharded_by is None or sharded_by.optimizer() is not self:
             raise FastcommError(
                 "the reducer was detached, and its ShardedOptimizer with it: make another one "
                 "after attach()"
             )
-        self.reducer.synchronize()
-        if self.reducer.skipped:
+        self._core.synchronize()
+        if self._core.skipped:
             return loss
         try:
             if shardable.identities(self.param_groups) != self._members:  # edited by hand
@@ -289,16 +295,16 @@ class ShardedOptimizer(Optimizer):
             for bucket in self._buckets:
                 _shard_of(bucket).begin_step(bucket)
             if not self.comm.has_streams:
-                self.reducer.phases.enter(WAITING)
+                self._core.phases.enter(WAITING)
                 self._barrier.wait()  # no rank reads parameters, and none has dropped the step
             self.is_torn = self._is_mixed = True
-            self.reducer.phases.enter(OPTIMIZER)
+            self._core.phases.enter(OPTIMIZER)
             self._step_pieces()
-            self.reducer.phases.enter(WAITING)
+            self._core.phases.enter(WAITING)
             self._spread()
-            self.reducer.phases.enter(OTHER)
+            self._core.phases.enter(OTHER)
         except BaseException as error:
-            self.reducer.phases.enter(OTHER)
+            self._core.phases.enter(OTHER)
             self._leave(error)
             raise
         self.is_torn = self._is_mixed = False
@@ -357,7 +363,7 @@ class ShardedOptimizer(Optimizer):
     @property
     def comm(self) -> Transport:
         """The reducer's."""
-        return self.reducer.comm
+        return self._core.comm
 
     # -- checkpoints -------------------------------------------------------------------------------
 
@@ -368,12 +374,12 @@ class ShardedOptimizer(Optimizer):
         self._compare_places("full_state_dict()")
         return Saved(self.param_groups, self._full_state("full_state_dict()")).numbered()
 
-    def _full_state(self, call: str) -> dict[Parameter, State]:
+    def _full_state(self, call: str) -> dict[Parameter, OptimizerState]:
         parts, states = self._parts.values(), self._inner.state
         return checkpoints.gather(self.comm, parts, states, call) | self._whole
 
-    def compare_state(self) -> None:
-        """For the reducer: compares the state over the ranks. Collective."""
+    def _compare_state(self) -> None:
+        """Compares the state over the ranks. Collective."""
         self._compare_places("check_in_sync()")
         checkpoints.compare(self.comm, self._parts.values(), self._inner.state, "check_in_sync()")
 
@@ -381,7 +387,7 @@ class ShardedOptimizer(Optimizer):
         validation.compare(self.comm, None, self._places(), validation.REFRESH._replace(name=call))
 
     def _places(self) -> dict[str, Any]:
-        return shardable.places(self.param_groups, self.reducer.named_parameters())
+        return shardable.places(self.param_groups, self._core.named_parameters())
 
     def state_dict(self) -> dict[str, Any]:
         """The state in the format of the plain optimizer, with a TensorShard, which has this rank's
@@ -396,12 +402,12 @@ class ShardedOptimizer(Optimizer):
         return Saved(self.param_groups, shown | self._whole).numbered()
 
     def _with_shards(
-        self, parts: Mapping[Parameter, Part], states: Mapping[Tensor, State]
-    ) -> dict[Parameter, State]:
+        self, parts: Mapping[Parameter, Part], states: Mapping[Tensor, OptimizerState]
+    ) -> dict[Parameter, OptimizerState]:
         return checkpoints.sharded(self.comm, parts.values(), states, _SAVING.name)
 
     @torch.no_grad()
-    def _state_of_no_step(self) -> tuple[dict[Parameter, Part], dict[Tensor, State]]:
+    def _state_of_no_step(self) -> tuple[dict[Parameter, Part], dict[Tensor, OptimizerState]]:
         """As the class makes it for zeros in place of the parameters, each of a zero gradient."""
         with validation.agreeing(self.comm, _SAVING):
             parts = {p: checkpoints.of_zeros(part) for p, part in self._parts.items()}
@@ -427,7 +433,7 @@ class ShardedOptimizer(Optimizer):
         self._compare_places(_LOADING.name)
         with validation.agreeing(self.comm, _LOADING) as described:
             saved = checkpoints.read(state_dict, self.param_groups)
-            names = {parameter: name for name, parameter in self.reducer.named_parameters()}
+            names = {parameter: name for name, parameter in self._core.named_parameters()}
             checkpoints.refuse_other_shards(saved, self._parts, names)
             if self.sharding.cuts:
                 checkpoints.refuse_misfits(saved.states, self._parts.values())
@@ -442,12 +448,94 @@ class ShardedOptimizer(Optimizer):
         self._use(inner)
 
 
+class _ShardedBy(RoundExtension):
+    """The optimizer, to its reducer. The optimizer holds the reducer, and so is not held here."""
+
+    def __init__(self, optimizer: ShardedOptimizer) -> None:
+        self._reference = weakref.ref(optimizer)
+
+    def optimizer(self) -> ShardedOptimizer:
+        """Raises FastcommError if it is gone."""
+        optimizer = self._reference()
+        if optimizer is None:
+            raise FastcommError(
+                "the ShardedOptimizer of this model is gone: keep it, or call detach() and "
+                "attach(model), on every rank, before you make another optimizer"
+            )
+        return optimizer
+
+    @property
+    def sharding(self) -> Sharding:
+        return self.optimizer().sharding
+
+    def features(self) -> Mapping[Feature, str]:
+        is_gone = self._reference() is None
+        return {} if is_gone else {Feature.SHARDED: Feature.SHARDED.value}
+
+    def before_round(self, round: Round) -> None:
+        """Raises FastcommError where a round would overwrite gradients, or its gradients be of
+        different parameters.
+        """
+        if self.optimizer().is_torn:
+            raise FastcommError(
+                "a step of the ShardedOptimizer has failed, after which the ranks' parameters "
+                "differ: call refresh() on every rank, which copies rank 0's"
+            )
+        for bucket in round.buckets:
+            if bucket.shard is not None:
+                bucket.shard.begin_round()
+
+    def after_round(self, round: Round) -> None:
+        """Lets the shards take the reduced gradients, or drop those they hold."""
+        for bucket in round.buckets:
+            if bucket.shard is None:
+                continue
+            if round.state is State.SETTLED:
+                bucket.shard.take_round(bucket)
+            else:
+                bucket.shard.drop()
+
+    def before_step(self, optimizer: object) -> None:
+        """Raises FastcommError for another optimizer."""
+        if optimizer is not self.optimizer():
+            raise FastcommError(
+                f"this {type(optimizer).__name__} has parameters that a ShardedOptimizer steps: "
+                "give each parameter to one optimizer"
+            )
+
+    # -- refresh() and check_in_sync() -------------------------------------------------------------
+
+    def refuse_refresh(self) -> None:
+        self.optimizer()._refuse_refresh()
+
+    def gather_state(self) -> None:
+        self.optimizer()._gather_state()
+
+    def take_buckets(self, buckets: Sequence[Bucket]) -> None:
+        self.optimizer()._take_buckets(buckets)
+
+    def described(self, optimizer: object) -> str:
+        """Returns the optimizer in words that ranks compare, as compare_state() is collective for
+        this one alone.
+        """
+        kind = type(optimizer).__qualname__
+        return f"this model's {kind}" if self._is_mine(optimizer) else kind
+
+    def compare_state(self, optimizer: object) -> None:
+        """Compares the state over the ranks; does nothing for another optimizer."""
+        if self._is_mine(optimizer):
+            self.optimizer()._compare_state()
+
+    def _is_mine(self, optimizer: object) -> bool:
+        return optimizer is not None and optimizer is self._reference()
+
+
 def _shard_of(bucket: Bucket) -> BucketShard:
     assert bucket.shard is not None  # for the type checker: its reducer has this optimizer
     return bucket.shard
 
 
-class _Pieces(dict[Tensor, State]):
+class _Pieces(dict[Tensor, OptimizerState]):
     """A state by pieces, to be read. The functions of torch.distributed.checkpoint.state_dict ask
     first whether there is one. They would look for the model's parameters in it, take shards for
     whole tensors, and step an optimizer that has none.

@@ -35,10 +35,10 @@ cdef class RoundFlags:
 
 
 cdef class ReducerFlags:
-    """The part of a reducer that the hooks read; base class of Reducer."""
+    """The part of a reducer that the hooks read; base class of Core."""
 
     cdef public bint reduces_backwards  # False inside no_sync
-    cdef public bint steps_alone  # each rank steps with its own gradients: see LocalSteps
+    cdef public bint steps_alone  # each rank steps with its own gradients
     cdef public bint overlap
     cdef public RoundFlags round  # the open round, or None
     # gradients that backwards inside no_sync have made since the last round
@@ -66,7 +66,7 @@ cdef class GradientHook:
     when the bucket is full.
 
     reducer: has the methods begin_round and refuse_abandoned_backward; its rounds have
-        launch_full_buckets.
+        advance.
     bucket: has the method refuse_second_gradient, called once it is launched.
     note_stream: called first, for transports with streams; or None.
     """
@@ -103,7 +103,7 @@ cdef class GradientHook:
         self.bucket.ready[self.i] = True
         self.bucket.n_pending -= 1
         if self.bucket.n_pending == 0 and self.reducer.overlap and self._runs_last(parameter):
-            _untraced(self.reducer.round.launch_full_buckets)
+            _untraced(self.reducer.round.advance)
 
     cdef bint _runs_last(self, parameter) except -1:
         """Whether no other hook runs behind this one, which may change the gradient. Else the

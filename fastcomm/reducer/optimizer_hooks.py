@@ -34,7 +34,7 @@ from fastcomm.reducer.hooks import Untraced
 from fastcomm.reducer.owners import attached_names, owner_of
 
 if TYPE_CHECKING:
-    from fastcomm.reducer.reducer import Reducer
+    from fastcomm.reducer.core import Core
 
 
 class SteppedSlots(NamedTuple):
@@ -137,10 +137,10 @@ class _Known:
             _warn_of_unattached()
         self.refusal = _refusal_of(parameters)
         self.by_reducer = [(weakref.ref(r), r.slots_of(parameters)) for r in reducers]
-        self.before: weakref.WeakKeyDictionary[Reducer, tuple[int, int]]
+        self.before: weakref.WeakKeyDictionary[Core, tuple[int, int]]
         self.before = weakref.WeakKeyDictionary()
-        self.seen: weakref.WeakKeyDictionary[Reducer, int] = weakref.WeakKeyDictionary()
-        self.left_out: weakref.WeakKeyDictionary[Reducer, int] = weakref.WeakKeyDictionary()
+        self.seen: weakref.WeakKeyDictionary[Core, int] = weakref.WeakKeyDictionary()
+        self.left_out: weakref.WeakKeyDictionary[Core, int] = weakref.WeakKeyDictionary()
 
 
 _known: weakref.WeakKeyDictionary[Optimizer, _Known] = weakref.WeakKeyDictionary()
@@ -148,7 +148,7 @@ _known: weakref.WeakKeyDictionary[Optimizer, _Known] = weakref.WeakKeyDictionary
 # successor, too, may step.
 _refusals: WeakIdKeyDictionary = WeakIdKeyDictionary()
 # Reducers of several ranks to which no model was attached yet.
-_unattached: weakref.WeakSet[Reducer] = weakref.WeakSet()
+_unattached: weakref.WeakSet[Core] = weakref.WeakSet()
 _epoch = 0  # grows when a model is attached or detached, which changes the owners
 _is_watching = False
 
@@ -165,14 +165,14 @@ def watch_steps() -> None:
         _is_watching = True
 
 
-def expect_attach(reducer: Reducer) -> None:
+def expect_attach(reducer: Core) -> None:
     """Warns at the first step of parameters that nobody reduces, if attach() comes later."""
     if reducer.comm.world_size > 1:
         _unattached.add(reducer)
         watch_steps()
 
 
-def was_attached(reducer: Reducer) -> None:
+def was_attached(reducer: Core) -> None:
     """There is nothing to warn of any more."""
     _unattached.discard(reducer)
 
@@ -213,7 +213,7 @@ def allow_steps(parameters: Iterable[Tensor]) -> None:
         _refusals.pop(parameter, None)
 
 
-def known_optimizers(reducers: Iterable[Reducer]) -> list[Optimizer]:
+def known_optimizers(reducers: Iterable[Core]) -> list[Optimizer]:
     """Those that have stepped parameters of these reducers, in the order of their first steps."""
     wanted = {id(reducer) for reducer in reducers}
     return [
@@ -262,7 +262,7 @@ def _without_skipped(
     return None
 
 
-def _skipping(known: _Known) -> list[Reducer]:
+def _skipping(known: _Known) -> list[Core]:
     """Lists the reducers for which the next step is left out. Each dropped round counts once: else
     an optimizer of two models could not step one while nothing of the other is reduced.
     """

@@ -5,7 +5,7 @@ ranks compare them, and a reducer in words.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -19,6 +19,9 @@ from fastcomm.comm.collective import (
 from fastcomm.comm.transport import Transport
 from fastcomm.reducer.features.compatibility import Feature, check, why_not
 from fastcomm.reducer.validation import Model, NamedParameters
+
+if TYPE_CHECKING:
+    from fastcomm.reducer.core import Core
 
 AUTO = "auto"  # a bucket_cap_mb: see plan.py
 DEFAULT_CAP_MB = 25.0
@@ -133,9 +136,10 @@ class Options:
         }
 
 
-def describe(reducer: Any, model: object) -> str:
-    """repr() of a Reducer with this model; None: without one."""
+def describe(reducer: Core) -> str:
+    """repr() of a Reducer."""
     options, comm = reducer.options, reducer.comm
+    model = reducer.find_model()
     if model is None:
         holds = "detached"
     else:

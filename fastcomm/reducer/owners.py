@@ -19,7 +19,7 @@ from fastcomm.reducer.bucket import Bucket
 from fastcomm.reducer.hooks import GradientHook, ReducerFlags
 
 if TYPE_CHECKING:
-    from fastcomm.reducer.reducer import Reducer
+    from fastcomm.reducer.core import Core
 
 # By parameter: two reducers would reduce its gradient twice.
 _owners: WeakIdKeyDictionary = WeakIdKeyDictionary()
@@ -28,7 +28,7 @@ _owners: WeakIdKeyDictionary = WeakIdKeyDictionary()
 _n_attached: weakref.WeakKeyDictionary[Transport, int] = weakref.WeakKeyDictionary()
 
 
-def owner_of(parameter: Tensor) -> Reducer | None:
+def owner_of(parameter: Tensor) -> Core | None:
     """Which reducer reduces the parameter's gradients."""
     reference = _owners.get(parameter)
     return None if reference is None else reference()
@@ -39,7 +39,7 @@ def is_owned(parameter: Tensor) -> bool:
     return owner_of(parameter) is not None
 
 
-def reducers_on(standing: Standing) -> list[Reducer]:
+def reducers_on(standing: Standing) -> list[Core]:
     """Those of the communicator that have a model, in the order of their numbers, which is the same
     on all ranks. standing: the communicator's.
     """

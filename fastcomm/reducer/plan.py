@@ -28,16 +28,14 @@ from fastcomm.comm.transport import Transport
 from fastcomm.insight.recorder import Recorder
 from fastcomm.insight.steps import Step, read_steps
 from fastcomm.reducer.bucket import Bucket
+from fastcomm.reducer.defer_signals import all_or_none
 from fastcomm.reducer.features.compatibility import Feature
-from fastcomm.reducer.features.defer_signals import all_or_none
-from fastcomm.reducer.features.shards import BucketShard
-from fastcomm.reducer.features.sparse_bucket import SparseBucket
 from fastcomm.reducer.layout import BucketLayout, kind_of, plan_buckets
 from fastcomm.reducer.options import AUTO, DEFAULT_CAP_MB, NETWORK_CAP_MB, Options
 from fastcomm.reducer.validation import NamedParameters, grad_dtype
 
 if TYPE_CHECKING:
-    from fastcomm.reducer.reducer import Reducer
+    from fastcomm.reducer.core import Core
 
 _MB = 1024 * 1024
 TRACED_ROUNDS = 2
@@ -105,9 +103,9 @@ class Planner:
         so_far = " so far" if self.is_measuring else ""
         return f", bucket_cap_mb auto: {self.cap_mb:g}{so_far}{by_arrival}"
 
-    def buckets_made(self, reducer: Reducer) -> None:
+    def buckets_made(self, reducer: Core) -> None:
         """Begins to look at the rounds of the buckets there are now."""
-        self._began_at = reducer.n_rounds
+        self._began_at = self._decided_at = reducer.n_rounds
         self._ended_s = 0.0  # when the last round ended
         self._periods: list[float] = []
         if self.looks_for == "order" and len(reducer.buckets) > 1:
@@ -141,12 +139,12 @@ class Planner:
             found.setdefault(self._layouts_of(cap_mb), cap_mb)
         return [*found.values(), self.cap_mb] if len(found) > 1 else []
 
-    def stop(self, reducer: Reducer) -> None:
+    def stop(self, reducer: Core) -> None:
         """The buckets stay as they are."""
         self.looks_for = None
         self.end_trace(reducer)
 
-    def end_trace(self, reducer: Reducer) -> None:
+    def end_trace(self, reducer: Core) -> None:
         """The rounds that were traced are of no use any more."""
         if self._recorder is not None and reducer.recorder is self._recorder:
             reducer.recorder = None
@@ -154,7 +152,7 @@ class Planner:
 
     # -- after a round -----------------------------------------------------------------------------
 
-    def after_round(self, reducer: Reducer, can_replan: bool) -> None:
+    def after_round(self, reducer: Core, can_replan: bool) -> None:
         """A round has ended, and this looks for something. Collective in the rounds that decide.
         All ranks end the same rounds, one by a backward, another without, as after skip_step().
         Inside a join() the ranks without data end none, and the others decide later. can_replan: no
@@ -163,6 +161,8 @@ class Planner:
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             self.stop(reducer)  # a graph will go on using the buckets there are
             return
+        if self._decided_at == reducer.n_rounds:
+            return  # called again
         n = reducer.n_rounds - self._began_at
         is_size = self.looks_for == "size"
         if is_size:
@@ -174,16 +174,17 @@ class Planner:
                 self.end_trace(reducer)  # the decision will be to leave the buckets
         elif n >= due:
             with all_or_none(reducer.comm, lambda: self.stop(reducer)):
+                self._decided_at = reducer.n_rounds
                 self._decide(reducer, can_replan, is_last)
         self._ended_s = time.perf_counter()
 
-    def _note_round(self, reducer: Reducer, n: int) -> None:
+    def _note_round(self, reducer: Core, n: int) -> None:
         if reducer.comm.has_streams:  # else the host is far ahead of the device
             on_host(reducer.comm, reducer.buckets[-1].flat[:1])
         if n > WARM_UP_ROUNDS:
             self._periods.append(time.perf_counter() - self._ended_s)
 
-    def _decide(self, reducer: Reducer, can_replan: bool, is_last: bool) -> None:
+    def _decide(self, reducer: Core, can_replan: bool, is_last: bool) -> None:
         """is_last: decides now, or stops."""
         order = self._seen_order(reducer) if self.looks_for == "order" else None
         period_s = statistics.median(self._periods) if self._periods else math.inf
@@ -199,7 +200,7 @@ class Planner:
         elif is_last:
             self.stop(reducer)
 
-    def _seen_order(self, reducer: Reducer) -> tuple[int, ...] | None:
+    def _seen_order(self, reducer: Core) -> tuple[int, ...] | None:
         """None where rounds differ, or where the buckets must stay."""
         if not reducer.features().keys() <= _GOES_WITH or reducer.recorder is None:
             return None
@@ -207,18 +208,18 @@ class Planner:
         orders = {_order_of(step, reducer.buckets) for step in steps[-TRACED_ROUNDS:]}
         return orders.pop() if len(steps) >= TRACED_ROUNDS and len(orders) == 1 else None
 
-    def _follow(self, reducer: Reducer, orders: set[tuple[int, ...] | None]) -> None:
+    def _follow(self, reducer: Core, orders: set[tuple[int, ...] | None]) -> None:
         """orders: what the ranks have seen."""
         self.end_trace(reducer)
         self.looks_for = "size"
         order = orders.pop()
         if order is not None and not orders and order != tuple(sorted(order, reverse=True)):
             self.order = order
-            _remake_buckets(reducer)
+            reducer.remake_buckets()
         else:
             self.buckets_made(reducer)
 
-    def _try_next(self, reducer: Reducer, seconds: float) -> None:
+    def _try_next(self, reducer: Core, seconds: float) -> None:
         """seconds: what the slowest rank's steps take with the buckets there are."""
         cap_mb = self._to_try.pop(0)
         self.seconds[cap_mb] = min(seconds, self.seconds.get(cap_mb, math.inf))
@@ -229,7 +230,7 @@ class Planner:
             self.stop(reducer)
         if cap_mb != self.cap_mb:
             self.cap_mb = cap_mb
-            _remake_buckets(reducer)
+            reducer.remake_buckets()
 
 
 def fastest(seconds: dict[float, float], default_mb: float) -> float:
@@ -247,22 +248,10 @@ def _order_of(step: Step, buckets: Sequence[Bucket]) -> tuple[int, ...]:
     return tuple(i for *_, i in sorted((not ready, ready, -i, i) for ready, i in arrived))
 
 
-def _remake_buckets(reducer: Reducer) -> None:
-    """Makes the buckets once more, as size and order are now. Collective."""
-    model = reducer.attached_model()
-    reducer.detach()
-    try:
-        with torch.inference_mode(False):
-            reducer.hook_up(model)
-    except BaseException:
-        reducer.stand_still(model)
-        raise
-
-
 # ---- making them ---------------------------------------------------------------------------------
 
 
-def make_buckets(reducer: Reducer, named: NamedParameters, sparse: set[str]) -> list[Bucket]:
+def make_buckets(reducer: Core, named: NamedParameters, sparse: set[str]) -> list[Bucket]:
     """Make the buckets for these parameters' gradients, in the order in which they will be full.
     The one of sparse gradients is the last but one, since the launch of the last one must not wait.
 
@@ -271,6 +260,8 @@ def make_buckets(reducer: Reducer, named: NamedParameters, sparse: set[str]) -> 
     comm = reducer.comm
     buckets = _dense_buckets(reducer, [pair for pair in named if pair[0] not in sparse])
     if sparse:
+        from fastcomm.reducer.features.sparse_bucket import SparseBucket
+
         own = [pair for pair in named if pair[0] in sparse]
         label = bucket_label(reducer.number, len(buckets))
         one = SparseBucket(label, own, comm, reducer.options.wire_dtype, reducer.n_rounds)
@@ -281,7 +272,7 @@ def make_buckets(reducer: Reducer, named: NamedParameters, sparse: set[str]) -> 
     return buckets
 
 
-def _dense_buckets(reducer: Reducer, named: NamedParameters) -> list[Bucket]:
+def _dense_buckets(reducer: Core, named: NamedParameters) -> list[Bucket]:
     comm, options, sharding = reducer.comm, reducer.options, reducer.sharding()
     layouts = reducer.planner.layouts([kind_of(p, grad_dtype(p)) for _, p in named])
     all_bounds = None if sharding is None else sharding.bounds(layouts, comm.world_size)
@@ -310,6 +301,8 @@ def _dense_buckets(reducer: Reducer, named: NamedParameters) -> list[Bucket]:
         if options.skip_nonfinite:
             bucket.start_counting()
         if sharding is not None and bounds is not None:
+            from fastcomm.reducer.features.shards import BucketShard
+
             bucket.shard = BucketShard(comm, sharding, bounds, bucket, label)
         comm.flight.names[label] = _in_words(bucket.names)
         buckets.append(bucket)

@@ -43,11 +43,27 @@ class State(enum.Enum):
 class Round(RoundFlags):
     """An open round of a reducer: docs/design.md says what leads from one state to the next.
 
-    finish() commits first if need be, and ends in SETTLED or SKIPPED, or aborts. What is raised
-    before COMMITTED aborts; after it, only an error that all ranks get. What a signal handler
-    raises then is raised when the round has settled. A handler may raise between any two
-    statements, so the order of those that change state matters. An error that an extension outlives
-    is not raised: the backward goes on, and the round is dropped at its end.
+    What one backward does, in order:
+
+    1. The first gradient that is ready opens a round (Core.begin_round): extensions tell what this
+       rank brings, and autograd is asked to call at the end of the backward.
+    2. The hook on a parameter that fills a bucket calls advance(). It launches the full buckets in
+       the order of the plan, so that all ranks launch the same ones in the same order.
+    3. The end of the backward calls advance(is_end=True). It launches the buckets that are left.
+       The last bucket is always left to the end, so that no rank gets its gradients before all
+       ranks have come to the end, and an exception on one rank costs the step on all. From that
+       launch on the other ranks count on this one: the round is COMMITTED.
+    4. It waits for the buckets. Where a rank votes to skip, or an extension's verdict is to skip,
+       it drops the gradients of all buckets: SKIPPED. Else it brings every gradient to where it
+       belongs: SETTLED.
+    5. It tells when_over, which tells the extensions.
+
+    reduce() counts the gradients that stand in .grad, and begins with step 3. What is raised before
+    COMMITTED aborts the round, on all ranks: DROPPED. After it only an error that all ranks get
+    does. What a signal handler raises then is raised when the round has settled. A handler may
+    raise between any two statements, so the order of those that change state matters. An error
+    that an extension outlives is not raised: the backward goes on, and the round is dropped at its
+    end.
 
     buckets: all of the reducer's, in the order of the plan.
     op: of the communicator, or one of collective.WEIGHTED_OPS; see weigh().
@@ -162,13 +178,13 @@ class Round(RoundFlags):
         """Whether every gradient of every bucket is ready."""
         return all(not bucket.n_pending for bucket in self.buckets)
 
-    def launch_full_buckets(self) -> None:
-        """Launch in plan order, so that all ranks launch the same buckets in the same order.
-
-        Leaves the last bucket to the end of backward. It is full only then anyway. So no rank gets
-        its gradients before all ranks have come to the end, and an exception on one rank costs the
-        step on all.
+    def advance(self, *, is_end: bool = False) -> None:
+        """Go as far as the gradients that are ready allow: steps 2 to 5 of what one backward does.
+        is_end: all of them are. Raises as Reducer.synchronize.
         """
+        if is_end:
+            self._finish()
+            return
         self._phases.enter(WAITING)
         try:
             while (
@@ -219,10 +235,7 @@ class Round(RoundFlags):
         while self._n_launched < len(self.buckets):
             self._launch_next()
 
-    def finish(self) -> None:
-        """Commit, wait for the buckets, and bring every gradient to where it belongs, or drop all.
-        See Reducer.synchronize for what it raises.
-        """
+    def _finish(self) -> None:
         if self.outlived is not None:
             self._drop()
             return

@@ -78,7 +78,7 @@ def _capture_a_round(place, n_before):
     steps.make(n_before)
     steps.capture()  # in the last case it is due
     steps.make(1)
-    ended = steps.reducer._stragglers
+    ended = steps.reducer.core.stragglers
     steps.end()
     return ended.newest, ended.due_at, ended.phases.is_measured
 
@@ -93,9 +93,9 @@ def test_nothing_is_told_once_a_graph_was_captured(n_more):
 def _begin_anew_while_measured(place):
     steps = _Steps(place)
     steps.make(stragglers.FIRST_ROUNDS)
-    before = steps.reducer._stragglers.phases.is_measured
-    steps.reducer.forget_phases()
-    after = steps.reducer._stragglers.phases.is_measured
+    before = steps.reducer.core.stragglers.phases.is_measured
+    steps.reducer.core.stragglers.begin(steps.reducer.n_rounds)
+    after = steps.reducer.core.stragglers.phases.is_measured
     steps.end()
     return before, after
 
@@ -107,7 +107,7 @@ def test_what_was_measured_before_the_ranks_begin_anew_is_forgotten():
 def _measure_with_events_held(place):
     steps = _Steps(place)
     steps.make(2 * stragglers.FIRST_ROUNDS - 1)
-    phases = steps.reducer._stragglers.phases
+    phases = steps.reducer.core.stragglers.phases
     loaded("cuda").stand_in_hold_events(1)
     phases.enter(stragglers.OPTIMIZER)
     spent = phases.take_measured()

@@ -104,7 +104,7 @@ def test_a_victim_that_waits_inside_its_backward_is_none(comm):
     model = _Model(nn.Sequential(*layers), nn.ReLU(), nn.Linear(64, 1)).to(comm.device)
     caps = {"bucket_cap_mb": 0.01}
     reducer = fastcomm.Reducer(comm, **caps).attach(model)
-    assert len(reducer.buckets) > 20
+    assert len(reducer.core.buckets) > 20
     reducer.stragglers()
     for _ in range(48):
         if comm.rank == 1:
@@ -121,7 +121,7 @@ def test_a_victim_that_waits_inside_its_backward_is_none(comm):
 def test_a_forward_that_nobody_watches_is_not_told_from_data(comm):
     model, reducer, optimizer = _train(comm, "forward")
     _step(model, optimizer, stragglers.FIRST_ROUNDS)
-    assert reducer._stragglers.newest[0].phase == "data, forward and other"
+    assert reducer.core.stragglers.newest[0].phase == "data, forward and other"
     assert reducer.stragglers()[0].phase == "data, forward and other"
     _step(model, optimizer, 2 * stragglers.LEAST_ROUNDS)
     assert reducer.stragglers()[0].phase == "forward"
@@ -198,9 +198,9 @@ def test_ranks_tell_each_other_again_after_a_join(comm):
         _step(model, optimizer, stragglers.FIRST_ROUNDS + 20 * comm.rank)
     model.sleeps = ""
     _step(model, optimizer, stragglers.FIRST_ROUNDS - 1)
-    assert reducer._stragglers.newest == []  # nobody has told of the join()
+    assert reducer.core.stragglers.newest == []  # nobody has told of the join()
     _step(model, optimizer, 1)
-    assert reducer._stragglers.due_at > reducer.n_rounds
+    assert reducer.core.stragglers.due_at > reducer.n_rounds
 
 
 @pytest.mark.transports("nccl")
@@ -234,23 +234,23 @@ def test_over_nccl_ranks_that_have_not_stepped_alike_are_told_with_their_phases(
 @_telling_often
 def test_who_is_interrupted_between_a_round_and_the_telling_tells_all_the_same(comm, where):
     model, reducer, optimizer = _train(comm, steps=stragglers.FIRST_ROUNDS - 1)
-    compare = reducer._audit_and_tell
+    compare = reducer.core._confer
     n_calls = []
 
-    def interrupted():
+    def interrupted(*, can_replan):
         n_calls.append(1)
         if where == "before" and len(n_calls) == 1:
             raise Interrupted
-        compare()
+        compare(can_replan=can_replan)
         if len(n_calls) == 1:
             raise Interrupted
 
     if comm.rank:
-        reducer._audit_and_tell = interrupted
+        reducer.core._confer = interrupted
         with pytest.raises(Interrupted):
             _step(model, optimizer, 1)
         optimizer.step()
-        reducer._audit_and_tell = compare
+        reducer.core._confer = compare
     else:
         _step(model, optimizer, 1)
     _step(model, optimizer, stragglers.LEAST_ROUNDS)
@@ -274,16 +274,16 @@ def test_what_watches_a_forward_goes_with_no_copy_of_the_model(comm):
     model, reducer, _ = _train(comm)
     reducer.stragglers()
     reducer.timeline()
-    before = reducer.phases.take()
+    before = reducer.core.phases.take()
     for other in copy.deepcopy(model), pickle.loads(pickle.dumps(model)):
         other.sleeps = "forward"
         other(torch.ones(1, 16))
-    assert reducer.phases.take()[1] == 0 and sum(before) > 0
+    assert reducer.core.phases.take()[1] == 0 and sum(before) > 0
     reducer.refresh()
     model(torch.ones(1, 16))
-    assert reducer.phases.take()[1] > 0
+    assert reducer.core.phases.take()[1] > 0
     reducer.detach()
-    assert not model._forward_pre_hooks or reducer._timeline.is_on
+    assert not model._forward_pre_hooks or reducer.core.timeline.is_on
     reducer.timeline().stop()
     assert not model._forward_pre_hooks and not model._forward_hooks
 

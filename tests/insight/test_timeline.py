@@ -61,7 +61,9 @@ def test_a_steps_times_are_in_the_order_in_which_things_happen(comm):
         assert len(step.buckets) == len(timeline.buckets) > 2
     names = [name for plan in timeline.buckets for name in plan.names]
     assert sorted(names) == sorted(name for name, _ in mlp().named_parameters())
-    assert repr(timeline).startswith(f"<Timeline of reducer {reducer.number} over {comm.backend}")
+    assert repr(timeline).startswith(
+        f"<Timeline of reducer {reducer.core.number} over {comm.backend}"
+    )
 
 
 @pytest.mark.transports(*EVERY_TRANSPORT)
@@ -191,7 +193,7 @@ def test_a_timeline_that_is_off_records_nothing(comm):
     model, reducer, optimizer, timeline = _train(comm)
     timeline.stop()
     _step(comm, model, optimizer)
-    assert reducer.recorder is None and not model._forward_hooks
+    assert reducer.core.recorder is None and not model._forward_hooks
     assert len(timeline.steps()) == 1
     with timeline:
         _step(comm, model, optimizer)
@@ -266,7 +268,7 @@ def test_a_profiler_sees_launches_and_waits_by_name(comm):
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         backward(model, comm.rank)
     names = {event.key for event in profile.key_averages() if event.key.startswith("fastcomm::")}
-    which = f"bucket 0 of reducer {reducer.number}, mean"
+    which = f"bucket 0 of reducer {reducer.core.number}, mean"
     assert names == {f"fastcomm::all_reduce {which}", f"fastcomm::wait for {which}"}
 
 

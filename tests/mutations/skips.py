@@ -23,8 +23,8 @@ _EXCEPTION = _test("test_an_exception_of_one_rank_makes_all_ranks_skip")
 MUTATIONS = (
     Mutation(
         name="skips: a dropped step counts as one",
-        file="fastcomm/reducer/reducer.py",
-        within="Reducer.after_step",
+        file="fastcomm/reducer/core.py",
+        within="Core.after_step",
         old=("if stepped is None or self.skipped:\n    return"),
         new="if stepped is None or self.skipped:\n    self.steps.n += 1\n    return",
         tests=_test("test_a_rank_may_leave_the_iteration_once_it_has_taken_its_part"),
@@ -32,7 +32,7 @@ MUTATIONS = (
     Mutation(
         name="skips: an exception in the reduction abandons the round, in a block, too",
         file="fastcomm/reducer/round.py",
-        within="Round.finish",
+        within="Round._finish",
         old="self.fail(error)",
         new="self.abort(error)",
         tests=_EXCEPTION,

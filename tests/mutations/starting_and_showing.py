@@ -78,7 +78,7 @@ MUTATIONS = (
     ),
     Mutation(
         name="auto: a signal ends a decision that the other ranks make",
-        file="fastcomm/reducer/features/defer_signals.py",
+        file="fastcomm/reducer/defer_signals.py",
         within="all_or_none",
         old="defer_signals",
         new="contextlib.nullcontext",

@@ -90,7 +90,7 @@ def test_diloco_steps_where_ranks_sync_and_where_sync_is_called(comm):
             alone.sync(0.7, 0.9)
         if i in (2, 6):
             syncs.sync()  # where all have just synced, nothing is stepped once more
-        assert syncs.is_agreed == (i in (2, 3, 6))
+        assert syncs._is_agreed == (i in (2, 3, 6))
         assert_close(model, alone.models[comm.rank])
     syncs.finish()
     assert_close(model, alone.models[0])
@@ -223,7 +223,7 @@ def test_an_exception_that_leaves_the_block_ends_it(comm):
         for i in (1, 2, 3):
             step(model, optimizer, comm.rank, i)
         raise _EarlyStop
-    assert not syncs.is_on
+    assert not syncs._is_on
     with pytest.raises(FastcommError, match=r"was left by an exception.*refresh\(\)"):
         backward(model, comm.rank)
     reducer.refresh()

@@ -56,7 +56,7 @@ def test_steps_of_several_optimizers_count_as_one(comm):
             assert syncs.n_syncs == i // 2
             last.step()
         assert (syncs.n_steps, syncs.n_syncs) == (4, 2)
-        assert syncs.is_agreed
+        assert syncs._is_agreed
 
 
 @on_ranks(2)
@@ -178,7 +178,7 @@ def test_reducers_and_numbers_that_are_refused(comm):
         outer = () if kind is fastcomm.LocalSGD else (options.pop("outer", torch.optim.SGD),)
         with pytest.raises(error, match=why):
             kind(given, *outer, **{"every": 4, **options})
-        assert not given.steps_alone
+        assert not given.core.steps_alone
 
     local = fastcomm.LocalSGD
     refused("every must be at least 1; got 0", kind=local, every=0)
@@ -315,7 +315,7 @@ def test_different_numbers_of_steps_are_an_error_on_all_ranks(comm):
     ):
         syncs.finish()
     assert_same_parameters(model, before)
-    assert syncs.is_on
+    assert syncs._is_on
     if comm.rank == 1:
         syncs.count_step()
     syncs.finish()

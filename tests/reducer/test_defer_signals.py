@@ -7,7 +7,7 @@ import signal
 import pytest
 
 from fastcomm import AbandonedError
-from fastcomm.reducer.features.defer_signals import defer_signals
+from fastcomm.reducer.defer_signals import defer_signals
 
 
 @pytest.fixture

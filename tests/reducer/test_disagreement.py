@@ -116,7 +116,7 @@ def test_ranks_whose_buffers_differ_are_told(comm):
 
 
 def _join(reducer):
-    model = reducer.attached_model()
+    model = reducer.core.model()
     with reducer.join(range(1 + reducer.comm.rank)) as batches:
         for _ in batches:
             backward(model, reducer.comm.rank)

@@ -373,7 +373,7 @@ def test_a_rank_that_is_late_misses_no_step_before_the_one_that_was_abandoned(co
     """The other rank has made that step when it abandons the next one, with nothing launched."""
     model, reducer, optimizer = attached(comm)
     if comm.rank == 0:
-        owner = optimizer if where == "step" else reducer.buckets[-1]
+        owner = optimizer if where == "step" else reducer.core.buckets[-1]
         on_time = getattr(owner, where)
 
         def late():
@@ -456,7 +456,7 @@ def test_all_reducers_of_the_communicator_drop_an_abandoned_step(comm):
     for model in models:
         backward(model, comm.rank, 1)
         assert_gradients(model, expected)
-    assert not first.n_unsynced and not second.n_unsynced
+    assert not first.core.n_unsynced and not second.core.n_unsynced
 
 
 @pytest.mark.transports("shm", "group", "hierarchical")  # where votes need no option

@@ -168,7 +168,7 @@ def test_an_interrupt_before_the_last_bucket_is_launched_costs_one_step(comm, bu
     expected = mean_gradients(model, comm.world_size, backward)
     if comm.rank == 1:
         with pytest.MonkeyPatch.context() as patch, pytest.raises(Interrupted):
-            patch.setattr(fastcomm.reducer.reducer, "enclosing_backward", _interrupt)
+            patch.setattr(fastcomm.reducer.core, "enclosing_backward", _interrupt)
             backward(model, comm.rank)
     else:
         with pytest.raises(FastcommError, match="rank 1 abandoned"):

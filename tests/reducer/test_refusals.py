@@ -67,7 +67,7 @@ def test_error_feedback_goes_with_neither_weights_nor_join(comm):
     for call in (reducer.join, lambda: reducer.set_weight(1)):
         with pytest.raises(ValueError, match="error_feedback=True"):
             call()
-    assert reducer.attached_model() is model
+    assert reducer.core.model() is model
 
 
 @on_ranks(2)

@@ -37,12 +37,12 @@ def _round(comm, n_steps: int = 0) -> tuple[torch.nn.Module, Round]:
     model, reducer, _ = attached(comm, **SMALL_BUCKETS)
     for parameter in model.parameters():
         parameter.grad = torch.full_like(parameter, comm.rank + 1.0)
-    return model, Round(comm, reducer.buckets, "mean", 1, n_steps)
+    return model, Round(comm, reducer.core.buckets, "mean", 1, n_steps)
 
 
 def _launch_some(opened: Round) -> None:
     opened.buckets[0].count_all()
-    opened.launch_full_buckets()
+    opened.advance()
 
 
 def _has_the_mean(model, comm) -> bool:
@@ -62,7 +62,7 @@ def test_a_round_commits_and_settles(comm, launches):
     opened.count_all()
     opened.commit()
     assert opened.state is State.COMMITTED and not opened.is_over
-    opened.finish()
+    opened.advance(is_end=True)
     assert opened.state is State.SETTLED and opened.is_over
     opened.abort()
     assert opened.state is State.SETTLED and _has_the_mean(model, comm)
@@ -76,7 +76,7 @@ def test_all_ranks_skip_a_round_that_one_votes_to_skip(comm):
     opened.count_all()
     if comm.rank == 1:
         opened.vote()
-    opened.finish()
+    opened.advance(is_end=True)
     assert opened.state is State.SKIPPED and opened.was_voted_down
     assert all(parameter.grad is None for parameter in model.parameters())
 
@@ -93,7 +93,7 @@ def test_a_round_that_one_rank_aborts_is_dropped_on_all(comm, launches):
     else:
         opened.count_all()
         with pytest.raises(AbandonedError, match="rank 1"):
-            opened.finish()
+            opened.advance(is_end=True)
     assert opened.state is State.DROPPED and opened.is_over
     assert all(parameter.grad is None for parameter in model.parameters())
     comm.barrier()  # as good as new
@@ -105,7 +105,7 @@ def test_a_round_in_which_the_ranks_differ_is_dropped_on_all(comm):
     model, opened = _round(comm, n_steps=comm.rank)
     opened.count_all()
     with pytest.raises(MismatchError, match="after 1 step"):
-        opened.finish()
+        opened.advance(is_end=True)
     assert opened.state is State.DROPPED
     assert all(parameter.grad is None for parameter in model.parameters())
     comm.barrier()
@@ -162,7 +162,7 @@ def test_a_signal_between_any_two_statements_leaves_the_ranks_in_step(comm):
     while goes_on:
         signal = _SignalAt(n)
         is_reduced = _step(model, comm, signal)
-        assert reducer.round is None
+        assert reducer.core.round is None
         told = gather_objects(comm, (is_reduced, signal.has_come), "the test")
         assert told[0][0] == told[1][0], f"at statement {n} the ranks have parted: {told}"
         if is_reduced:
@@ -199,6 +199,6 @@ def test_a_plain_step_runs_through_few_files_and_no_feature(comm):
         model(torch.ones(2, 64)).sum().backward()
         optimizer.step()
         sys.setprofile(None)
-    assert len(reducer.buckets) == 4
+    assert len(reducer.core.buckets) == 4
     assert len(calls) <= 8 and calls.total() <= 115, calls
     assert not [path for path in calls if "features" in path]

@@ -18,10 +18,10 @@ from torch import Tensor
 from fastcomm.comm.objects import on_host
 from fastcomm.comm.transport import Transport
 from fastcomm.errors import MismatchError
-from fastcomm.reducer.features.defer_signals import all_or_none
+from fastcomm.reducer.defer_signals import all_or_none
 
 if TYPE_CHECKING:
-    from fastcomm.reducer.reducer import Reducer
+    from fastcomm.reducer.core import Core
 
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -36,7 +36,7 @@ class Audit:
         self._compared = 0  # the round that was compared last
         self._trouble: str | None = None  # what it has found, until that is raised
 
-    def compare(self, reducer: Reducer) -> None:
+    def compare(self, reducer: Core) -> None:
         """A round has ended. Collective if it is one of those. Where something differs, drops its
         gradients on every rank. May be called again after a signal handler has raised in it.
         """
@@ -58,7 +58,7 @@ class Audit:
         if trouble is not None:
             raise MismatchError(trouble)
 
-    def _compare(self, reducer: Reducer) -> str | None:
+    def _compare(self, reducer: Core) -> str | None:
         """What is wrong, in words, the same on all ranks."""
         named = [pair for bucket in reducer.buckets for pair in bucket.named_parameters()]
         own = torch.stack([checksum(parameter) for _, parameter in named])

@@ -20,7 +20,7 @@ from fastcomm.errors import FastcommError
 from fastcomm.reducer.bucket import Bucket
 
 if TYPE_CHECKING:
-    from fastcomm.reducer.reducer import Reducer
+    from fastcomm.reducer.core import Core
 
 _INSTEAD = "compile the model's blocks one by one (block.compile()), which overlaps as well"
 
@@ -31,7 +31,7 @@ class Compiled:
     options: those of torch.compile.
     """
 
-    def __init__(self, reducer: Reducer, model: nn.Module, options: dict[str, Any]) -> None:
+    def __init__(self, reducer: Core, model: nn.Module, options: dict[str, Any]) -> None:
         if not isinstance(model, nn.Module):
             raise TypeError(f"compile(): expected a module; got {type(model).__name__}")
         if hasattr(model, "_orig_mod") or model._compiled_call_impl is not None:
@@ -87,7 +87,7 @@ class Backend:
 
     def __init__(
         self,
-        reducer: Callable[[], Reducer | None],
+        reducer: Callable[[], Core | None],
         compile_piece: Callable[..., Any],
     ) -> None:
         self._reducer = reducer

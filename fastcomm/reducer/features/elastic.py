@@ -10,7 +10,7 @@ follows (Reducer.refresh), and ranks that are behind load the state of one that 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -32,6 +32,7 @@ from fastcomm.reducer.owners import reducers_on
 from fastcomm.reducer.round import Round, State
 
 if TYPE_CHECKING:
+    from fastcomm.reducer.core import Core
     from fastcomm.reducer.reducer import Reducer
 
 T = TypeVar("T")
@@ -67,18 +68,19 @@ class Behind(RoundExtension):
     def n_rounds(self) -> int:
         return self.ranks[self.src][1]
 
+    def features(self) -> Mapping[Feature, str]:
+        return {Feature.REBUILD: "elastic()"}
+
     def before_step(self, optimizer: Optimizer) -> None:
         raise FastcommError(NOT_CAUGHT_UP)
 
 
-def compare_ranks(reducer: Reducer) -> Behind | None:
-    """Finds out how far the ranks have come that have met again. None: all equally far. Collective
-    where they have. Raises FastcommError, on every rank, where none has all that the lost ones had.
+def compare_ranks(reducer: Core) -> Behind | None:
+    """Finds out how far the ranks have come that have met again, and installs Behind where they are
+    not equally far. Collective. Raises FastcommError, on every rank, where none has all that the
+    lost ones had.
     """
-    membership = reducer.comm.membership
-    if membership is None or not membership.is_rebuilt:  # None: in the backend of torch
-        return None
-    before = reducer.find(Behind)
+    membership, before = reducer.comm.membership, reducer.find(Behind)
     has_all = not membership.is_new and (before is None or not before.is_behind)
     own = has_all, reducer.n_rounds, reducer.steps.n
     ranks = gather_objects(reducer.comm, own, "attach() or refresh()")
@@ -87,7 +89,11 @@ def compare_ranks(reducer: Reducer) -> Behind | None:
             "the ranks that had made most steps were lost before the others had the optimizer's "
             "state: load a checkpoint on every rank"
         )
-    return None if all(one == ranks[0] for one in ranks) else Behind(ranks, reducer.comm.rank)
+    if before is not None:
+        reducer.remove(before)
+    if all(one == ranks[0] for one in ranks):
+        return None
+    return reducer.install(Behind(ranks, reducer.comm.rank))
 
 
 def catch_up(reducer: Reducer, *state: Stateful) -> None:
@@ -102,11 +108,11 @@ def catch_up(reducer: Reducer, *state: Stateful) -> None:
     states, and FastcommError where an optimizer keeps state that was not given.
     """
     refuse_stateless(state)
-    reducer.attached_model()
-    _catch_up([reducer], state)
+    reducer.core.model()
+    _catch_up([reducer.core], state)
 
 
-def _catch_up(reducers: Sequence[Reducer], states: Sequence[Stateful]) -> None:
+def _catch_up(reducers: Sequence[Core], states: Sequence[Stateful]) -> None:
     comm = reducers[0].comm
     found = [(one, one.find(Behind)) for one in reducers]
     apart = [(one, behind) for one, behind in found if behind is not None]
@@ -133,9 +139,9 @@ def _catch_up(reducers: Sequence[Reducer], states: Sequence[Stateful]) -> None:
 # ---- the loop ------------------------------------------------------------------------------------
 
 
-def elastic(reducer: Reducer, batches: Iterator[T], state: Sequence[Stateful]) -> Iterator[T]:
+def elastic(reducer: Core, batches: Iterator[T], state: Sequence[Stateful]) -> Iterator[T]:
     """See Reducer.elastic."""
-    reducer.attached_model()
+    reducer.model()
     refuse_stateless(state)
     reducers = reducers_on(reducer.comm.standing)
     for one in reducers:
@@ -151,12 +157,19 @@ def elastic(reducer: Reducer, batches: Iterator[T], state: Sequence[Stateful]) -
 class Elastic(RoundExtension):
     """The loop of Reducer.elastic(), and what it does beside the rounds in it."""
 
-    def __init__(self, reducers: list[Reducer], state: Sequence[Stateful]) -> None:
+    def __init__(self, reducers: list[Core], state: Sequence[Stateful]) -> None:
         self._reducers, self._state = reducers, state
         self._taken: list[Any] = []  # the batches of the step under way
         self._again: list[Any] = []  # those of a step that was dropped
         self.outlived: FastcommError | None = None  # why the step under way is dropped
         self._last_look = 0.0
+
+    @property
+    def drops_step(self) -> bool:
+        return self.outlived is not None
+
+    def features(self) -> Mapping[Feature, str]:
+        return {Feature.REBUILD: "elastic()"}
 
     @property
     def _comm(self) -> Transport:

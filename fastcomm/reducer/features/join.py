@@ -35,7 +35,7 @@ from fastcomm.reducer.owners import reducers_on
 from fastcomm.reducer.validation import named_parameters
 
 if TYPE_CHECKING:
-    from fastcomm.reducer.reducer import Reducer
+    from fastcomm.reducer.core import Core
 
 T = TypeVar("T")
 _NO_BATCH: Any = object()
@@ -50,11 +50,11 @@ class Join(ProcessBound, Generic[T]):
 
     def __init__(
         self,
-        reducer: Reducer,
+        reducer: Core,
         batches: Iterable[T] | None,
         state: Iterable[Stateful],
     ) -> None:
-        reducer.attached_model()
+        reducer.model()
         self._comm, self._reducer, self._batches = reducer.comm, reducer, batches
         self._state = list(state)
         for joined in self._reducers():
@@ -67,7 +67,7 @@ class Join(ProcessBound, Generic[T]):
         self._is_open = False
         self._difference: MismatchError | None = None  # of the ranks' models, in the end
 
-    def _reducers(self) -> list[Reducer]:
+    def _reducers(self) -> list[Core]:
         reducers = reducers_on(self._comm.standing)
         if len(reducers) > 1:  # a model in a reference cycle may be collected on some ranks only
             free_failed_backwards()
@@ -192,17 +192,17 @@ class Join(ProcessBound, Generic[T]):
         is_uneven = any(one != rounds[src] for one in rounds)
         for reducer, furthest in zip(reducers, rounds[src], strict=True):
             reducer.n_rounds, reducer.steps.n, reducer.steps.record = furthest
-            reducer.forget_phases()
+            reducer.stragglers.begin(reducer.n_rounds)
             if is_uneven:
                 reducer.drop_step()  # the ranks have gradients of different steps
                 for bucket in reducer.buckets:
                     bucket.step_checksum = 0  # some ranks have stepped less often
-        named = [validation.named_tensors(reducer.attached_model()) for reducer in reducers]
+        named = [validation.named_tensors(reducer.model()) for reducer in reducers]
         try:
             validation.copy_from(self._comm, src, [pair for one in named for pair in one], "join()")
         except MismatchError as difference:
             for reducer in reducers:
-                reducer.stand_still(reducer.attached_model(), f"{_APART}: {difference}")
+                reducer.stand_still(reducer.model(), f"{_APART}: {difference}")
             self._difference = difference
             return
         if not is_uneven:
@@ -217,11 +217,11 @@ class Join(ProcessBound, Generic[T]):
             reason = why_apart(loaded, is_loaded=True)  # a scheduler's is not its optimizer's
         if reason is not None:
             for reducer in reducers:
-                for _, parameter in named_parameters(reducer.attached_model()):
+                for _, parameter in named_parameters(reducer.model()):
                     refuse_step(parameter, reason)
 
 
-def _about(joined: Reducer, asked: Reducer) -> str:
+def _about(joined: Core, asked: Core) -> str:
     """What a refusal of join() on one reducer begins with, if it is for what another one does."""
     if joined is asked:
         return ""
@@ -232,7 +232,7 @@ def _about(joined: Reducer, asked: Reducer) -> str:
     )
 
 
-def _refuse_pending(reducer: Reducer) -> None:
+def _refuse_pending(reducer: Core) -> None:
     """Raises FastcommError for gradients that would be lost."""
     for bucket in reducer.buckets if reducer.n_unsynced else ():
         for slot in bucket.gradient_state.unsynced_slots():

@@ -17,7 +17,7 @@ from fastcomm.reducer import validation
 from fastcomm.reducer.optimizer_hooks import known_optimizers
 
 if TYPE_CHECKING:
-    from fastcomm.reducer.reducer import Reducer
+    from fastcomm.reducer.core import Core
 
 
 class Stateful(Protocol):
@@ -62,7 +62,7 @@ class Progress(NamedTuple):
     optimizers: list[KnownOptimizer]
 
     @staticmethod
-    def of(reducers: Sequence[Reducer], states: Sequence[Stateful]) -> Progress:
+    def of(reducers: Sequence[Core], states: Sequence[Stateful]) -> Progress:
         given = [one for one in states if isinstance(one, torch.optim.Optimizer)]
         known = [one for one in known_optimizers(reducers) if not holds(given, one)]
         optimizers = [*given, *known]

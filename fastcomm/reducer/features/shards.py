@@ -1,5 +1,5 @@
-"""What a reducer has of the ShardedOptimizer that steps its model: ShardedBy, and for each bucket a
-BucketShard, which is what this rank steps of it.
+"""What a reducer has of the ShardedOptimizer that steps its model: for each bucket a BucketShard,
+which is what this rank steps of it.
 
 The parameters of a bucket lie in a flat buffer, as their gradients do, and both are cut alike: rank
 r has [bounds[r], bounds[r + 1]). Keeps no parameter alive.
@@ -7,10 +7,9 @@ r has [bounds[r], bounds[r + 1]). Keeps no parameter alive.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,9 +22,7 @@ from fastcomm.comm.objects import called_by
 from fastcomm.comm.transport import Transport
 from fastcomm.errors import FastcommError
 from fastcomm.reducer.bucket import Bucket
-from fastcomm.reducer.extension import RoundExtension
 from fastcomm.reducer.layout import BucketLayout, equal_shards, view_of, whole_shards
-from fastcomm.reducer.round import Round, State
 
 
 @dataclass(frozen=True)
@@ -263,82 +260,6 @@ class StepBarrier:
         """Returns when all ranks have called it. Raises as every collective."""
         with called_by("ShardedOptimizer.step()"):
             self._comm.all_gather_v(self._token, self._bounds).wait()
-
-
-class ShardedBy(RoundExtension):
-    """The ShardedOptimizer that steps a reducer's model. That holds the reducer, and so is not
-    held here.
-    """
-
-    def __init__(self, stepper: Any) -> None:
-        self._reference = weakref.ref(stepper)
-
-    @property
-    def is_gone(self) -> bool:
-        return self._reference() is None
-
-    def stepper(self) -> Any:
-        """Returns the ShardedOptimizer, whose class lies in a layer above. Raises FastcommError if
-        it is gone.
-        """
-        stepper = self._reference()
-        if stepper is None:
-            raise FastcommError(
-                "the ShardedOptimizer of this model is gone: keep it, or call detach() and "
-                "attach(model), on every rank, before you make another optimizer"
-            )
-        return stepper
-
-    # -- a round -----------------------------------------------------------------------------------
-
-    def before_round(self, round: Round) -> None:
-        """Raises FastcommError where a round would overwrite gradients, or its gradients be of
-        different parameters.
-        """
-        stepper = self.stepper()
-        if stepper.is_torn:
-            raise FastcommError(
-                "a step of the ShardedOptimizer has failed, after which the ranks' parameters "
-                "differ: call refresh() on every rank, which copies rank 0's"
-            )
-        for bucket in round.buckets:
-            if bucket.shard is not None:
-                bucket.shard.begin_round()
-
-    def after_round(self, round: Round) -> None:
-        """Lets the shards take the reduced gradients, or drop those they hold."""
-        for bucket in round.buckets:
-            if bucket.shard is None:
-                continue
-            if round.state is State.SETTLED:
-                bucket.shard.take_round(bucket)
-            else:
-                bucket.shard.drop()
-
-    def before_step(self, optimizer: object) -> None:
-        """Raises FastcommError for another optimizer."""
-        if optimizer is not self.stepper():
-            raise FastcommError(
-                f"this {type(optimizer).__name__} has parameters that a ShardedOptimizer steps: "
-                "give each parameter to one optimizer"
-            )
-
-    # -- whether the ranks are in sync -------------------------------------------------------------
-
-    def described(self, optimizer: object) -> str:
-        """Returns the optimizer in words that ranks compare, as compare_state() is collective for
-        this one alone.
-        """
-        kind = type(optimizer).__qualname__
-        return f"this model's {kind}" if self._is_stepper(optimizer) else kind
-
-    def compare_state(self, optimizer: object) -> None:
-        """Compares the state over the ranks; does nothing for another optimizer."""
-        if self._is_stepper(optimizer):
-            self.stepper().compare_state()
-
-    def _is_stepper(self, optimizer: object) -> bool:
-        return optimizer is not None and optimizer is self._reference()
 
 
 def _is_shared(parameter: Tensor) -> bool:

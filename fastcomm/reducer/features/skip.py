@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,6 +26,9 @@ from fastcomm.reducer import statistics
 from fastcomm.reducer.extension import RoundExtension
 from fastcomm.reducer.options import Options
 from fastcomm.reducer.round import Round, State
+
+if TYPE_CHECKING:
+    from fastcomm.reducer.core import Core
 
 _log = logging.getLogger("fastcomm")
 _NAMED = 3  # parameters of one rank in a log entry
@@ -54,15 +57,14 @@ class Skipping(RoundExtension):
     """
 
     def __init__(self, comm: Transport, options: Options) -> None:
-        self.use(comm, options)
+        self._comm, self._options = comm, options
         self.n_skipped = 0
         self._n_blocks = 0  # of skip_on() around what runs now
         self._failed: Round | None = None  # its backward has ended with an exception in a block
         self.dropped()
 
-    def use(self, comm: Transport, options: Options) -> None:
-        """Vote over this communicator, as the ranks have met again."""
-        self._comm, self._options = comm, options
+    def use(self, comm: Transport) -> None:
+        self._comm = comm
 
     def dropped(self) -> None:
         """Forget the vote."""
@@ -77,6 +79,39 @@ class Skipping(RoundExtension):
         self._largest: list[tuple[Sequence[str], Tensor]] = []  # their largest absolute values
         self._found: dict[str, int] = {}  # see Cause
         self.is_skipped = False
+
+    @property
+    def votes(self) -> bool:
+        return self.vote is not None
+
+    @property
+    def drops_step(self) -> bool:
+        return self.is_skipped or self.votes
+
+    def refuse_vote(self) -> None:
+        """Raises FastcommError where no vote would reach the other ranks."""
+        self._comm.refuse_vote(self._options.op, self._options.skip_nonfinite)
+
+    def skip_step(self, core: Core) -> None:
+        """See Reducer.skip_step."""
+        self.refuse_vote()
+        if core.round is None:
+            # once there are steps, a parameter without any has no optimizer
+            is_late = any(bucket.has_unstepped(not core.steps.n) for bucket in core.buckets)
+        else:
+            is_late = core.round.is_committed
+        if is_late:
+            raise FastcommError(
+                f"skip_step() came too late on rank {self._comm.rank}: the gradients are reduced, "
+                "and other ranks may step with them. Call it before backward() ends; to drop what "
+                "is reduced, by a number that is equal on all ranks (grad_norm()), leave out the "
+                "optimizer's step on every rank, and call zero_grad(). If they are left from the "
+                "backward of another model's loss (a GAN's generator), call zero_grad() first, and "
+                "skip_step() then"
+            )
+        self.vote = self.vote or "called skip_step()"
+        if core.round is not None:
+            core.round.vote()
 
     # -- a round -----------------------------------------------------------------------------------
 

@@ -124,8 +124,7 @@ class Weighting(RoundExtension):
                     self._hooks.append((node, node.register_prehook(Untraced(scaled))))
 
     @property
-    def is_set(self) -> bool:
-        """Whether the round that is open, or comes next, has a weight."""
+    def awaits_round(self) -> bool:
         return self._now is not None
 
     def before_round(self, round: Round) -> None:

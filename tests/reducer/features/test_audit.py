@@ -48,7 +48,7 @@ def test_a_bit_that_turns_in_one_ranks_reduced_gradient_is_named(comm):
     """In the last parameters of a rank, of which few elements travel with the buckets."""
     model, reducer, optimizer = _train(comm)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    reducer.steps.compares = False  # what else would notice, as over NCCL nothing does
+    reducer.core.steps.compares = False  # what else would notice, as over NCCL nothing does
     _step(model, optimizer, EVERY + 1)
     optimizer.zero_grad()
     model(torch.ones(4, 6)).square().mean().backward()
@@ -71,7 +71,7 @@ def test_a_bit_that_turns_in_one_ranks_reduced_gradient_is_named(comm):
 @on_ranks(2)
 def test_of_two_ranks_none_is_the_culprit(comm):
     model, reducer, optimizer = _train(comm)
-    reducer.steps.compares = False
+    reducer.core.steps.compares = False
     _step(model, optimizer, EVERY - 1)
     if comm.rank == 0:
         _flip_a_bit(model[2].bias)
@@ -113,7 +113,7 @@ def _interrupt(*_):
 def test_a_signal_does_not_part_the_ranks(comm, where, flips):
     """On rank 0, beside the comparison or in the round before it."""
     model, reducer, optimizer = _train(comm)
-    reducer.steps.compares = False
+    reducer.core.steps.compares = False
     _step(model, optimizer, EVERY - 1)
     if flips and comm.rank == 0:
         _flip_a_bit(model[2].bias)
@@ -166,7 +166,7 @@ def test_what_audit_does_not_go_with_is_refused(comm):
         fastcomm.LocalSGD(reducer, every=2)
     with pytest.raises(MismatchError, match="audit"):
         _train(comm, audit=EVERY + comm.rank)
-    assert reducer.attached_model() is model
+    assert reducer.core.model() is model
 
 
 @pytest.mark.parametrize(

@@ -369,7 +369,7 @@ def test_a_torch_that_cannot_cut_is_an_error_with_advice(comm):
     # an older torch with inline_inbuilt_nn_modules off
     graph = torch.fx.symbolic_trace(model)
     with pytest.raises(FastcommError, match="inline_inbuilt_nn_modules is off"):
-        Backend(weakref.ref(reducer), lambda graph, inputs: graph)(graph, [])
+        Backend(weakref.ref(reducer.core), lambda graph, inputs: graph)(graph, [])
 
 
 def test_buckets_end_where_their_parameters_are_first_used_and_in_order():

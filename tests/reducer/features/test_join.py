@@ -114,7 +114,7 @@ def check(comm, plan, **options):
     """Rank 0 compares with one process alone; the others need the bits of rank 0."""
     models, reducers = run(comm, plan, **options)
     for number, (model, reducer) in enumerate(zip(models, reducers, strict=True)):
-        assert reducer.n_rounds == reducer.steps.n == plan.n_steps(number), plan
+        assert reducer.n_rounds == reducer.core.steps.n == plan.n_steps(number), plan
         expected = alone(plan, number) if comm.rank == 0 else model
         for p, q in zip(model.parameters(), expected.parameters(), strict=True):
             torch.testing.assert_close(p, q, rtol=1e-9, atol=1e-12, msg=lambda m: f"{plan}: {m}")

@@ -56,7 +56,7 @@ AS_ARRIVED = ["last", "middle", "norm", "first"]
 
 def layers_in(reducer):
     """In the order of the buckets."""
-    names = [name.partition(".")[0] for bucket in reducer.buckets for name in bucket.names]
+    names = [name.partition(".")[0] for bucket in reducer.core.buckets for name in bucket.names]
     assert names[::2] == names[1::2]
     return names[::2]
 
@@ -121,7 +121,7 @@ def test_a_long_join_is_not_traced_for_ever(comm):
     n = plan.TRACED_ROUNDS + plan._PATIENCE_ROUNDS
     with reducer.join(range(n + comm.rank)) as numbers:
         for number in numbers:
-            assert (reducer.recorder is None) == (number >= n)
+            assert (reducer.core.recorder is None) == (number >= n)
             backward(model, comm.rank, number)
     backward(model, comm.rank)
     assert layers_in(reducer) == AS_REGISTERED
@@ -145,15 +145,16 @@ def test_a_rank_that_is_interrupted_takes_part_in_the_decision(comm):
     """A signal comes while rank 1 waits for the last bucket of the round that decides."""
     model, reducer, _ = attached(comm, Shuffled(), **SMALL_BUCKETS)
     backward(model, comm.rank, 0)
-    finish = Round.finish
+    advance = Round.advance
 
-    def interrupted(round):
-        finish(round)
-        raise Interrupted
+    def interrupted(round, *, is_end=False):
+        advance(round, is_end=is_end)
+        if is_end:
+            raise Interrupted
 
     with contextlib.ExitStack() as stack:
         if comm.rank == 1:
-            stack.enter_context(mock.patch.object(Round, "finish", interrupted))
+            stack.enter_context(mock.patch.object(Round, "advance", interrupted))
             stack.enter_context(pytest.raises(Interrupted))
         backward(model, comm.rank, 1)
     layers = check_steps(comm, reducer, model, 2)
@@ -178,11 +179,11 @@ def _with_sparse_gradients(comm, model):
 def test_who_keeps_something_of_each_bucket_keeps_the_buckets(comm, attach):
     model = Shuffled()
     reducer = attach(comm, model)
-    before = [bucket.names for bucket in reducer.buckets]
+    before = [bucket.names for bucket in reducer.core.buckets]
     for number in range(4):
         backward(model, comm.rank, number)
         model.zero_grad()
-    assert [bucket.names for bucket in reducer.buckets] == before
+    assert [bucket.names for bucket in reducer.core.buckets] == before
 
 
 @over_a_network
@@ -217,7 +218,7 @@ def test_sizes_are_tuned_in_the_order_of_arrival(comm):
         reducer = fastcomm.Reducer(comm, bucket_cap_mb="auto").attach(model)
         for number in range(plan.TRACED_ROUNDS + 3 * window):
             assert "so far" in repr(reducer)
-            assert (reducer.recorder is None) == (number >= plan.TRACED_ROUNDS)
+            assert (reducer.core.recorder is None) == (number >= plan.TRACED_ROUNDS)
             backward(model, comm.rank, number)
             model.zero_grad()
     assert "so far" not in repr(reducer) and layers_in(reducer) == AS_ARRIVED

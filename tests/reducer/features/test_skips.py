@@ -290,13 +290,13 @@ class Unlucky(Trainee):
             x, _ = batch(self.comm.rank, i)
             hidden = self.model[:2](x)
             if error is not None and where == "reduction":
-                self.reducer.find(Skipping).inspect = lambda *_: _raise(error)
+                self.reducer.core.find(Skipping).inspect = lambda *_: _raise(error)
             elif error is not None:
                 hidden.register_hook(lambda _: _raise(error))
             self.model[2:](hidden).square().mean().backward()
-        vars(self.reducer.find(Skipping) or self).pop("inspect", None)
+        vars(self.reducer.core.find(Skipping) or self).pop("inspect", None)
         if error is not None and where != "forward" and caught:  # it has taken its part
-            assert self.reducer.skipped and self.reducer.round is None
+            assert self.reducer.skipped and self.reducer.core.round is None
         self.optimizer.step()
         self.optimizer.zero_grad()
 

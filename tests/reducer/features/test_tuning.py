@@ -107,7 +107,7 @@ def test_the_slowest_rank_decides(comm, is_quick_on):
     with _trying(TINY_MB):
         reducer.refresh()
         seconds = {TINY_MB: 0.5 if comm.rank in is_quick_on else 2.0}
-        median = SimpleNamespace(median=lambda _: seconds.get(reducer.planner.cap_mb, 1.0))
+        median = SimpleNamespace(median=lambda _: seconds.get(reducer.core.planner.cap_mb, 1.0))
         with mock.patch.object(plan, "statistics", median):
             for step in range(ROUNDS):
                 backward(model, comm.rank, step)
@@ -126,7 +126,7 @@ def test_ranks_measure_and_come_to_one_choice(comm):
     total = chosen.clone()
     comm.all_reduce(total)
     assert total == comm.world_size * chosen
-    assert reducer.recorder is None
+    assert reducer.core.recorder is None
 
 
 @on_ranks(2)

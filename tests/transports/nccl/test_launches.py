@@ -123,7 +123,7 @@ def _launch_with_weights(place):
             library.stand_in_clear_log()
         reducer.set_weight(place.rank + 1)
         backward(model, place.rank)
-    return len(reducer.buckets), log_of(loaded("cuda")), log_of(loaded("nccl"))
+    return len(reducer.core.buckets), log_of(loaded("cuda")), log_of(loaded("nccl"))
 
 
 def test_weights_are_one_collective_of_one_number_before_the_first_bucket():
