@@ -110,10 +110,10 @@ class Watched(Protocol):
 
     rank: int
     world_size: int
-    leak: str | None  # the warning if it is dropped without close()
     processes: tuple[Process, ...]  # by rank
     number: int
-    epoch: int
+    epoch: int = 0
+    leak: str | None = None  # the warning if it is dropped without close()
 
     def _oldest_unfinished(self) -> tuple[int, float, Called] | None:
         """The oldest collective that has not ended: its number, seconds without progress, and what
@@ -123,12 +123,14 @@ class Watched(Protocol):
     def _asynchronous_error(self) -> FastcommError | None: ...
     def _has_graphs(self) -> bool:
         """Whether CUDA graphs may replay collectives: nobody sees those begin or end."""
+        return False
 
     def _fail(self, error: FastcommError) -> None: ...
     def _interrupt(self, error: FastcommError, epoch: int, n_kept: int) -> None:
         """The other ranks have abandoned a round in that epoch. n_kept: how many collectives came
         before it, which all ranks have.
         """
+        return  # where the ranks announce that themselves
 
 
 class Watchdog:
@@ -141,15 +143,17 @@ class Watchdog:
         timeout_s: float,
         peers: Sequence[int],
         whereabouts: Callable[[], str],
+        compares: bool = True,
     ) -> None:
         """peers: the ranks on this host, whose processes can be watched. whereabouts: says where
-        this process stands. Raises PeerLostError if one of the peers is gone already.
+        this process stands. compares: finds ranks that call different collectives. Raises
+        PeerLostError if one of the peers is gone already.
         """
         self._comm = weakref.ref(comm)
         self._leak = comm.leak
         self._notes = notes
         self._timeout_s = timeout_s
-        self._whereabouts = whereabouts
+        self._whereabouts, self._compares = whereabouts, compares
         self._lifelines: dict[int, int] = {}
         for rank in peers:
             if rank != comm.rank:
@@ -280,7 +284,8 @@ class Watchdog:
         self._give_up_dead(comm, dead, what)
         if age > COMPARE_S:
             self._publish(comm, (number, age, what))
-            self._compare(comm, number, what)
+            if self._compares:
+                self._compare(comm, number, what)
         if age > self._timeout_s:
             self._time_out(comm, number, what)
 

@@ -18,8 +18,8 @@ BLOCK_TESTS = "tests/transports/group/test_blocks.py::test_"
 MUTATIONS = (
     Mutation(
         name="group: autograd does not know what a collective writes to",
-        file="fastcomm/transports/group/communicator.py",
-        within="GroupCommunicator._begin",
+        file=WORK,
+        within="GroupWork.__init__",
         old="increment_version(written)",
         new="pass",
         tests=("tests/contract/test_autograd.py",),
@@ -103,8 +103,8 @@ MUTATIONS = (
         name="wire: the used mask is rounded beside the gradients",
         file=SHARDS,
         within="CodedExchanges.__init__",
-        old="mask = flat[n:]",
-        new="mask = flat[n:].clone()",
+        old="self.payload = flat[n:]",
+        new="self.payload = flat[n:].clone()",
         tests=(f"{WIRE_TESTS}the_used_mask_is_exact_beside_great_gradients",),
     ),
     Mutation(

@@ -1,5 +1,4 @@
-"""The calls that the ranks of a torch.distributed group have announced, and the arithmetic on the
-data that arrives.
+"""Calls that are no collectives, and the arithmetic on the data that arrives.
 
 Knows no group and no thread. A reduction applies torch's operations in rank order. All data travels
 as bytes.
@@ -9,38 +8,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from fastcomm.comm.collective import HALVES, REDUCTIONS, addends_of_mean, mean_of_addends
 from fastcomm.control.announcement import Call
-
-if TYPE_CHECKING:
-    from fastcomm.transports.group.shards import Transfer
-
-
-@dataclass(frozen=True)
-class GatheredCalls:
-    """The calls that all ranks have announced under one index.
-
-    calls: by rank.
-    payloads: a row for each rank, or None.
-    n_fused: of the calls behind, from the first on, all ranks have so many: they are fused.
-    have_begun: by rank, whether it has begun to send its data.
-    index: of the announcement, from 1.
-    begun: this rank's transfer, if it has begun to send its data, else None.
-    """
-
-    calls: list[Call]
-    payloads: Tensor | None
-    n_fused: int
-    have_begun: list[bool]
-    index: int
-    begun: Transfer | None
-
 
 ABANDON = Call("abandon")
 WITHOUT_DATA = Call("all_reduce", has_data=False)

@@ -24,7 +24,6 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import increment_version
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from fastcomm.comm import messages
@@ -119,29 +118,28 @@ class GroupCommunicator(Front, Transport):
         inp, out = _flat(inp), _flat(out)
         # of a barrier, the announcement is all there is
         transfer = None if inp is None else self._transfer_of(call, inp, out)
-        fusable = inp if call.kind == "all_reduce" else None
-        work = GroupWork(self._queue, call, transfer, inp, fusable=fusable)
-        return self._begin(work, async_op, [] if out is None else [out])
+        return self._begin(call, transfer, [] if out is None else [out], async_op)
 
-    def _transfer_of(self, call: Call, inp: Tensor, out: Tensor | None) -> Transfer:
+    def _transfer_of(self, call: Call, inp: Tensor, out: Any) -> Transfer:
         exchange = self._exchange
         if call.kind == "all_reduce":
-            return exchange.transfer_of(inp, None)
-        if call.kind == "broadcast":
-            return Transfer(lambda _, rows, __: exchange.broadcast(inp, call.root, rows))
-        assert out is not None
-        if call.kind == "all_gather_single":
-            return Transfer(lambda _, rows, __: exchange.all_gather(out, inp, rows))
-        return Transfer(functools.partial(exchange.reduce_scatter, out, inp))
+            transfer = exchange.transfer_of(inp, None)
+        elif call.kind == "broadcast":
+            transfer = Transfer(lambda _, rows, __: exchange.broadcast(inp, call.root, rows))
+        elif call.kind == "all_gather_single":
+            transfer = Transfer(lambda _, rows, __: exchange.all_gather(out, inp, rows))
+        else:
+            transfer = Transfer(functools.partial(exchange.reduce_scatter, out, inp))
+        transfer.payload = inp
+        return transfer
 
     def run_together(self, call: Call, flats: list[Tensor], async_op: bool) -> GroupWork | None:
         if call.kind == "broadcast":
             transfer = Transfer(lambda *_: self._broadcast_each(flats, call.root))
             written = [] if call.root == self.rank else flats
-            return self._begin(GroupWork(self._queue, call, transfer), async_op, written)
+            return self._begin(call, transfer, written, async_op)
         fusing = self._exchange.fused_transfer_of([flat.detach().view(-1) for flat in flats])
-        work = GroupWork(self._queue, call, fusing, payload=fusing.fused)
-        return self._begin(work, async_op, flats)
+        return self._begin(call, fusing, flats, async_op)
 
     def _broadcast_each(self, flats: list[Tensor], src: int) -> None:
         for flat in flats:
@@ -155,8 +153,7 @@ class GroupCommunicator(Front, Transport):
         received = (empty if out is None else out).split(parts.received)
         sent = (empty if inp is None else inp).split(parts.sent)
         transfer = Transfer(lambda *_: self._exchange.swap_parts(received, sent))
-        written = [] if out is None else [out]
-        return self._begin(GroupWork(self._queue, call, transfer), async_op, written)
+        return self._begin(call, transfer, [] if out is None else [out], async_op)
 
     def all_gather_v(self, flat: Tensor, bounds: tuple[int, ...], *, label: int = 0) -> GroupWork:
         self.check_tensor(flat)
@@ -164,8 +161,8 @@ class GroupCommunicator(Front, Transport):
         sent = [shards[self.rank]] * self.world_size
         transfer = Transfer(lambda *_: self._exchange.swap_parts(shards, sent))
         call = Call("all_gather_v", flat.numel(), flat.dtype, label=label)
-        work = GroupWork(self._queue, call, transfer)
-        self._begin(work, True, [flat])
+        work = GroupWork(self._queue, call, transfer, [flat])
+        work.post()
         return work
 
     def bind_bucket(
@@ -184,16 +181,13 @@ class GroupCommunicator(Front, Transport):
         if wire_dtype is not None and wire_dtype not in _SENT:
             refuse_dtype(wire_dtype, _SENT, "wire_dtype")
         exchange = self._exchange
-        is_coded = wire_dtype in BLOCK_DTYPES or error_feedback
-        if wire_dtype is not None and is_coded:
+        if wire_dtype is not None and (wire_dtype in BLOCK_DTYPES or error_feedback):
             wire = Wire(wire_dtype, error_feedback=error_feedback)
             transfer: Transfer = CodedExchanges(exchange, flat, views, offsets, wire)
         else:
             transfer = exchange.transfer_of(flat, wire_dtype)
         sent = exchange.sent_dtype_of(flat.dtype, wire_dtype)
-        is_fusable = not is_coded and sent == exchange.sent_dtype_of(flat.dtype, None)
-        fusable = flat if is_fusable else None
-        bucket = GroupBucket(self._queue, flat, views, transfer, sent, label, is_coded, fusable)
+        bucket = GroupBucket(self._queue, flat, views, transfer, sent, label)
         self._queue.buckets[label] = bucket
         return bucket
 
@@ -204,13 +198,9 @@ class GroupCommunicator(Front, Transport):
         return not work.has_followed
 
     def _begin(
-        self, work: GroupWork, async_op: bool, written: Sequence[Tensor] = ()
+        self, call: Call, transfer: Transfer | None, written: Sequence[Tensor], async_op: bool
     ) -> GroupWork | None:
-        """written: the user's tensors that it writes to; autograd hears of that here and at the
-        end, as somebody may use them meanwhile.
-        """
-        work.written = written
-        increment_version(written)
+        work = GroupWork(self._queue, call, transfer, written)
         if async_op:
             work.post()
             return work

@@ -39,10 +39,11 @@ from fastcomm.comm.words import waited
 from fastcomm.control.announcement import Call
 from fastcomm.errors import FastcommError, InitError, PeerLostError
 from fastcomm.postmortem.script_end import start_thread
-from fastcomm.transports.group.call import GatheredCalls, as_bytes, reduce_rows, with_one_nan
+from fastcomm.transports.group.call import as_bytes, reduce_rows, with_one_nan
 from fastcomm.transports.group.layout import Layout
 from fastcomm.transports.group.shards import (
     CHUNK_NBYTES,
+    Announcement,
     Announcer,
     CodedExchanges,
     FusedTransfer,
@@ -196,10 +197,14 @@ class Exchange:
         """Returns the transfer of an all-reduce. wire_dtype: None if none was chosen."""
         dtype = self.sent_dtype_of(flat.dtype, wire_dtype)
         if not self.in_hosts and dtype == flat.dtype and flat.nbytes <= SMALL_NBYTES:
-            return Transfer(functools.partial(self.all_reduce, flat))
-        return TwoExchanges(self, flat, dtype)
+            transfer = Transfer(functools.partial(self.all_reduce, flat))
+        else:
+            transfer = TwoExchanges(self, flat, dtype)
+        if dtype == self.sent_dtype_of(flat.dtype, None):
+            transfer.fusable = flat
+        return transfer
 
-    def drain(self, gathered: GatheredCalls) -> None:
+    def drain(self, gathered: Announcement) -> None:
         """Ends what ranks have begun to send for calls that do not go together, so that nothing
         stays in flight: receives it, sends as much for it, and throws all of it away.
         """
@@ -208,7 +213,11 @@ class Exchange:
         for rank, (call, has_begun) in enumerate(zip(calls, gathered.have_begun, strict=True)):
             is_met = own is not None and call.shard_key == calls[self.rank].shard_key
             if rank != self.rank and has_begun and not is_met:
-                unwanted = self._transfer_like(call)
+                try:
+                    unwanted = self._transfer_like(call)
+                except RuntimeError as error:  # of a size that no tensor has: it is damaged
+                    announced = f"{call.packed().hex()}, which is no collective"
+                    raise FastcommError(f"rank {rank} has announced {announced}") from error
                 unwanted.begin(tags[rank], to=rank)
                 unwanted.drain()
         if own is not None:

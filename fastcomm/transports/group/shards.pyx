@@ -23,7 +23,7 @@ from fastcomm.comm.collective import (
 )
 from fastcomm.control.announcement import Call
 from fastcomm.errors import FastcommError
-from fastcomm.transports.group.call import GatheredCalls, cast, reduce_rows
+from fastcomm.transports.group.call import cast, reduce_rows
 from fastcomm.transports.group.wire import BLOCK
 
 # Includes the sources themselves: the extensions may be built at the same time, and would write
@@ -88,15 +88,22 @@ class GroupPair:
         self._up = self._down = None
 
 
-class _Announcement:
-    """This rank's announcement of one call. gathering: Gloo's work, which puts those of all ranks
-    into frames. begun: the transfer whose data was sent with it, or None. trouble: why that was not
-    sent whole.
+class Announcement:
+    """This rank's announcement of one call and, after wait(), those of all ranks.
+
+    index: of the announcement, from 1.
+    begun: this rank's transfer, if it has begun to send its data, else None. trouble: why that was
+        not sent whole.
+    gathering: Gloo's work, which puts the announcements into frames.
+    calls: by rank.
+    payloads: a row for each rank, or None.
+    n_fused: of the calls behind, from the first on, all ranks have so many: they are fused.
+    have_begun: by rank, whether it has begun to send its data.
     """
 
     def __init__(self, index, gathering, frames, payload, begun):
-        self.trouble = None
-        self._index, self._begun = index, begun
+        self.index, self.begun, self.trouble = index, begun, None
+        self.payloads, self.n_fused = None, 0
         self._gathering, self._frames, self._payload = gathering, frames, payload
 
     def has_come(self):
@@ -109,20 +116,17 @@ class _Announcement:
         if self.trouble is not None:
             raise self.trouble
         cdef const char *frames = <char *><size_t>self._frames.data_ptr()
-        payload, (n_ranks, nbytes) = self._payload, self._frames.shape
+        n_ranks, nbytes = self._frames.shape
         heads = [frames[r * nbytes:r * nbytes + _HEAD_NBYTES] for r in range(n_ranks)]
-        calls = [_call_of(head[:-_REST.size], rank, n_ranks) for rank, head in enumerate(heads)]
-        n_behind, have_begun = zip(*[_REST.unpack(head[-_REST.size:]) for head in heads])
-        rest = [bool(has_begun) for has_begun in have_begun], self._index, self._begun
+        self.calls = [_call_of(head[:-_REST.size], r, n_ranks) for r, head in enumerate(heads)]
+        n_behind, self.have_begun = zip(*[_REST.unpack(head[-_REST.size:]) for head in heads])
+        rest, payload, n = self._frames[:, _HEAD_NBYTES:], self._payload, min(n_behind)
         if payload is not None:
-            payloads = self._frames[:, _HEAD_NBYTES:_HEAD_NBYTES + payload.nbytes].contiguous()
-            return GatheredCalls(calls, payloads.view(payload.dtype), 0, *rest)
-        n = min(n_behind)
-        if n == 0 or any([theirs != calls[0] for theirs in calls]):
-            return GatheredCalls(calls, None, 0, *rest)
-        following = self._frames[:, _HEAD_NBYTES:].view(torch.int64)[:, :3 * n].view(-1, n, 3)
-        is_same = (following == following[0]).all(dim=2).all(dim=0)
-        return GatheredCalls(calls, None, int(is_same.cumprod(0).sum()), *rest)
+            self.payloads = rest[:, :payload.nbytes].contiguous().view(payload.dtype)
+        elif n > 0 and all([theirs == self.calls[0] for theirs in self.calls]):
+            following = rest.view(torch.int64)[:, :3 * n].view(-1, n, 3)
+            is_same = (following == following[0]).all(dim=2).all(dim=0)
+            self.n_fused = int(is_same.cumprod(0).sum())
 
 
 def _call_of(packed, rank, world_size):
@@ -157,20 +161,20 @@ class Announcer:
 
     def take(self):
         """Waits until all ranks have announced the call with the index of the oldest one. Returns
-        their calls.
+        that announcement.
         """
-        gathered = self._untaken[0].wait()
-        self._untaken.popleft()
-        return gathered
+        self._untaken[0].wait()
+        return self._untaken.popleft()
 
-    def announce(self, work, behind=(), begun=None):
-        """Tells the other ranks this one's call, and sends them its data if it is `begun`, a
-        transfer that is prepared. Waits for nobody.
+    def announce(self, work, behind=()):
+        """Tells the other ranks this one's call, and sends them its data if that is prepared and
+        nothing is behind it. Waits for nobody.
 
         behind: in place of a payload, calls that could be fused with this one. They differ from
             it in nothing but numel, label and step.
         """
         call, payload = work.call, work.payload
+        begun = work.transfer if work.is_prepared and not behind else None
         head = call.packed() + _REST.pack(len(behind), begun is not None)
         for one in behind:
             head += struct.pack("=QQQ", one.numel, one.label, one.step)
@@ -182,7 +186,7 @@ class Announcer:
         tag = tag_of(self._index + 1, call)
         gathering = self.group._allgather_base(frames.view(-1), frame)
         self._index += 1
-        announcement = _Announcement(self._index, gathering, frames, payload, begun)
+        announcement = Announcement(self._index, gathering, frames, payload, begun)
         self._untaken.append(announcement)
         work.is_announced = True
         if begun is not None:
@@ -199,7 +203,12 @@ class Transfer:
     """How the data of a collective travels between ranks, again and again. This one can do nothing
     before all ranks have announced it. move: gets the op, the payloads or None and, where ranks do
     not count alike, the factors of their tensors.
+
+    payload: what travels with the announcement if it is small, or None.
+    fusable: the tensor that it reduces, if others can be reduced with it; else None.
     """
+
+    payload = fusable = None
 
     def __init__(self, move):
         self._move = move
@@ -236,14 +245,14 @@ class FusedTransfer(Transfer):
     """Reduces tensors by their copies, which lie one behind the other in `fused`."""
 
     def __init__(self, flats, fused, inner):
-        self._flats, self.fused, self._inner = flats, fused, inner
+        self._flats, self.payload, self._inner = flats, fused, inner
 
     def begin(self, tag):
         self._inner.begin(tag)
 
     def steps(self, op, payloads, factors):
         yield from self._inner.steps(op, payloads, factors)
-        parts = self.fused.split([flat.numel() for flat in self._flats])
+        parts = self.payload.split([flat.numel() for flat in self._flats])
         for flat, part in zip(self._flats, parts, strict=True):
             flat.copy_(part)
 
@@ -488,7 +497,7 @@ class CodedExchanges(TwoExchanges):
 
     def __init__(self, exchange, flat, views, offsets, wire):
         n = flat.numel() - len(views)
-        mask = flat[n:]
+        mask = self.payload = flat[n:]
         self._wire, self._gaps = wire, _gaps_of(n, views, offsets)
         self._mask = exchange.transfer_of(mask, None)
         # Else a round that is dropped would already have changed the residuals, and the mask would

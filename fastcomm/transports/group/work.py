@@ -73,20 +73,24 @@ class GroupWork(BucketWork):
         work_queue: WorkQueue,
         call: Call,
         transfer: Transfer | None = None,
-        payload: Tensor | None = None,
+        written: Sequence[Tensor] = (),
         used_mask: UsedMask | None = None,
-        fusable: Tensor | None = None,
     ) -> None:
-        """transfer: None if the announcement is all there is to the collective."""
-        self.call = call
+        """transfer: None if the announcement is all there is to the collective. written: the user's
+        tensors that it writes to; autograd hears of that here and at the end, as somebody may use
+        them meanwhile.
+        """
+        increment_version(written)
+        self.call, self.written = call, written
         # These hold the tensors. A small payload goes with the announcement.
-        is_small = payload is not None and payload.nbytes <= PAYLOAD_NBYTES
         self.transfer = transfer
+        payload = None if transfer is None else transfer.payload
+        is_small = payload is not None and payload.nbytes <= PAYLOAD_NBYTES
         self.payload = payload if is_small else None
         # The tensor, if others can be fused with it: nothing but its length, label and step tells
         # it from theirs, and it does not travel with its announcement.
-        self.fusable = None if is_small or call.nbytes > FUSABLE_NBYTES else fusable
-        self.written: Sequence[Tensor] = ()  # those of the user's that it writes to
+        is_fusable = not is_small and call.nbytes <= FUSABLE_NBYTES and call.op in OPS
+        self.fusable = transfer.fusable if transfer is not None and is_fusable else None
         self.is_prepared = False  # its data may be sent with its announcement
         self.is_announced = False  # the other ranks may know of it
         self.error: FastcommError | None = None
@@ -95,8 +99,8 @@ class GroupWork(BucketWork):
         self._queue = work_queue
         self._n_abandoned = work_queue.standing.n_abandoned
         self._used_mask = used_mask
-        self._times: tuple[int, int, int] | None = None
-        self._is_skipped = False
+        self.noted_times: tuple[int, int, int] | None = None
+        self.was_skipped = False
         self._is_refused = False
         self._is_over = False
         # Holds something once the work is over. Not an Event: an exception inside its Python code
@@ -190,16 +194,10 @@ class GroupWork(BucketWork):
         return [] if self._used_mask is None else self._used_mask.present(self.call.op)
 
     def is_skipped(self) -> bool:
-        return self._is_skipped
-
-    def note_skipped(self) -> None:
-        self._is_skipped = True
+        return self.was_skipped
 
     def times(self) -> tuple[int, int, int] | None:
-        return self._times
-
-    def note_times(self, began_ns: int, ended_ns: int) -> None:
-        self._times = 0, began_ns, ended_ns
+        return self.noted_times
 
     def refuse(self, error: FastcommError) -> None:
         """Ends the work with `error`: it is not posted, and never will be."""
@@ -220,11 +218,8 @@ class GroupWork(BucketWork):
 
 
 class GroupBucket(BoundBucket):
-    """A flat buffer into which gradients are copied.
-
-    transfer: reduces it on the thread. sent: the dtype in which it travels.
-    is_coded: whether it travels in blocks, and its used mask apart.
-    fusable: `flat`, if others can be fused with it where the ranks have no weights.
+    """A flat buffer into which gradients are copied. transfer: reduces it on the thread. sent: the
+    dtype in which it travels.
     """
 
     def __init__(
@@ -235,13 +230,10 @@ class GroupBucket(BoundBucket):
         transfer: Transfer,
         sent: torch.dtype,
         label: int,
-        is_coded: bool,
-        fusable: Tensor | None,
     ) -> None:
         self._queue, self._flat, self.transfer = work_queue, flat, transfer
         self._gathering = CopiedGradients(flat, views)
         self._sent, self._label = sent, label
-        self._is_coded, self._fusable = is_coded, fusable
         self._newest: GroupWork | None = None
 
     def fits(self, call: Call) -> bool:
@@ -264,9 +256,7 @@ class GroupBucket(BoundBucket):
         mask.fill(op, missing)
         what = "all_reduce", flat.numel(), flat.dtype, self._sent, op
         call = Call(*what, label=self._label, step=step, part=part)
-        payload = mask.elements if self._is_coded else None
-        fusable = self._fusable if call.op in OPS else None
-        work = self._newest = GroupWork(self._queue, call, self.transfer, payload, mask, fusable)
+        work = self._newest = GroupWork(self._queue, call, self.transfer, used_mask=mask)
         work.post()
         return work
 
@@ -274,7 +264,8 @@ class GroupBucket(BoundBucket):
         """Lets this rank take part with zeros, while no work of this bucket is unfinished.
         Returns what its transfer gets as payloads.
         """
-        mask = self._gathering.used_mask.elements
-        is_payload = self._is_coded and mask.nbytes <= PAYLOAD_NBYTES
+        payload = self.transfer.payload
         self._flat.zero_()
-        return mask.new_zeros(n_ranks, mask.numel()) if is_payload else None
+        if payload is None or payload.nbytes > PAYLOAD_NBYTES:
+            return None
+        return payload.new_zeros(n_ranks, payload.numel())

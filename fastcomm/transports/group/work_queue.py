@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -27,6 +27,7 @@ from fastcomm.comm.times import EXPLAIN_S, INTERRUPTED_S, NAMED_S, SURE_S, TOLD_
 from fastcomm.comm.watchdog import (
     Notes,
     Watchdog,
+    Watched,
     leave_abort,
     leave_closing,
     leave_last_words,
@@ -34,7 +35,7 @@ from fastcomm.comm.watchdog import (
 )
 from fastcomm.comm.who import Process, in_words
 from fastcomm.comm.words import Called, abandonment, mismatch, own_abandonment, waited, waits
-from fastcomm.control.announcement import Call, Verdict, conclude
+from fastcomm.control.announcement import Verdict, conclude
 from fastcomm.errors import (
     CLOSED,
     AbandonedError,
@@ -48,9 +49,9 @@ from fastcomm.errors import (
 from fastcomm.postmortem.flight_recorder import FlightRecorder
 from fastcomm.postmortem.script_end import start_thread, tell_at_end
 from fastcomm.postmortem.whereabouts import whereabouts
-from fastcomm.transports.group.call import ABANDON, WITHOUT_DATA, GatheredCalls
+from fastcomm.transports.group.call import ABANDON, WITHOUT_DATA
 from fastcomm.transports.group.exchange import Exchange
-from fastcomm.transports.group.shards import Transfer, tag_of
+from fastcomm.transports.group.shards import Announcement, Transfer, tag_of
 from fastcomm.transports.group.work import GroupBucket, GroupWork, see_through
 
 MOST_ANNOUNCED = 64  # calls of this rank that wait for the other ranks' announcements
@@ -77,16 +78,11 @@ class RunningCollective(NamedTuple):
     began_ns: int
 
 
-class WorkQueue:
+class WorkQueue(Watched):
     """What the works and the watchdog (watchdog.Watched) know of a communicator.
 
     Any number of threads may call it. standing: what the callers still have to be told.
     """
-
-    # For the watchdog: the garbage collector may end it, and `number` goes on when the ranks meet
-    # again.
-    leak: str | None = None
-    epoch = 0
 
     def __init__(
         self,
@@ -116,9 +112,7 @@ class WorkQueue:
         # oldest first; only the thread changes it
         self._running: deque[RunningCollective] = deque()
         # what the thread waits for, its number, and since when
-        self._current: GroupWork | None = None
-        self._current_number = 0
-        self._since = 0.0
+        self._current: tuple[GroupWork, int, float] | None = None
         self._is_meeting = False  # the ranks meet after an abandonment
         self._peer_abandonment: PeerAbandonment | None = None  # the newest
         self._n_met = 0  # how often the ranks have begun to meet again
@@ -131,7 +125,10 @@ class WorkQueue:
         self._wakeups: queue.SimpleQueue[GroupWork | None] = queue.SimpleQueue()
         start_thread("fastcomm group", _run_thread, self._wakeups, weakref.ref(self))
         weakref.finalize(self, self._wakeups.put, None)
-        self.watchdog = _Watchdog(self, notes, self._timeout_s, neighbours, whereabouts)
+        # The announcements find ranks that call different collectives, which ends nothing.
+        self.watchdog = Watchdog(
+            self, notes, self._timeout_s, neighbours, whereabouts, compares=False
+        )
         tell_at_end(self)
 
     # -- the caller's side -------------------------------------------------------------------------
@@ -256,7 +253,7 @@ class WorkQueue:
             self._works.append(work)  # this call is what posts it
             if self._can_announce_ahead(work):
                 with contextlib.suppress(RuntimeError):  # a broken connection, as the thread finds
-                    self._announce(work)
+                    self._announcer.announce(work)
         finally:
             self._wakeups.put(work)
 
@@ -270,13 +267,6 @@ class WorkQueue:
         is_next = all(one.is_announced and one.call is not ABANDON for one in before)
         is_alone = work.fusable is None or not before
         return is_next and is_alone and len(self._announcer) < MOST_ANNOUNCED
-
-    def _announce(self, work: GroupWork, behind: Sequence[Call] = ()) -> None:
-        """Announces the work, and sends its data where that can be: not where it may be fused with
-        those behind it.
-        """
-        begun = work.transfer if work.is_prepared and not behind else None
-        self._announcer.announce(work, behind, begun)
 
     def holds(self, work: GroupWork) -> bool:
         """Whether the work is posted and not resolved."""
@@ -348,7 +338,7 @@ class WorkQueue:
                 self._trouble = running_s(), trouble
                 return  # the watchdog finds out why, and ends the communicator
             except Exception as defect:
-                what = self._current.call if self._current is not None else "a collective"
+                what = self._current[0].call if self._current is not None else "a collective"
                 self.watchdog.give_up(
                     self, FastcommError(f"rank {self.rank} failed in {what}: {defect!r}")
                 )
@@ -373,9 +363,7 @@ class WorkQueue:
 
     def _note_wait(self, work: GroupWork, number: int) -> None:
         """Notes what the thread waits for from now on."""
-        with self._lock:
-            self._current, self._current_number = work, number
-            self._since = running_s()
+        self._current = work, number, running_s()
 
     def _begin(self, work: GroupWork) -> None:
         """Waits until all ranks have announced the work's call, and takes its first step."""
@@ -386,7 +374,7 @@ class WorkQueue:
             transfer, behind = work.transfer, work.fusable_behind(self._works)
             flats = [one.fusable for one in (work, *behind) if one.fusable is not None]
         if not work.is_announced:  # and callers announce none that come behind it
-            self._announce(work, [one.call for one in behind])
+            self._announcer.announce(work, [one.call for one in behind])
         gathered = self._take_calls()
         if ABANDON in gathered.calls:
             while self._running:
@@ -418,7 +406,7 @@ class WorkQueue:
         work: GroupWork,
         transfer: Transfer | None,
         verdict: Verdict,
-        gathered: GatheredCalls,
+        gathered: Announcement,
     ) -> Iterator[None]:
         """What there is to do for what all ranks with data have announced."""
         nothing: Iterator[None] = iter(())
@@ -428,7 +416,7 @@ class WorkQueue:
         if wanted is None or verdict.is_skipped:
             self._exchange.drain(gathered)
             if wanted is not None:
-                work.note_skipped()
+                work.was_skipped = True
             return nothing
         payloads = gathered.payloads
         if lacks_data:
@@ -447,13 +435,12 @@ class WorkQueue:
         """Takes the collective's next step, or ends it if there is none left."""
         self._note_wait(running.works[0], running.number)
         for _ in running.steps:  # one of them
-            with self._lock:
-                self._current = None
+            self._current = None
             return
         self._running.remove(running)
         if self.n_timekeepers > 0:
             for work in running.works:
-                work.note_times(running.began_ns, time.monotonic_ns())
+                work.noted_times = 0, running.began_ns, time.monotonic_ns()
         self._conclude(running.works, None)
 
     def _conclude(self, works: list[GroupWork], error: FastcommError | None) -> None:
@@ -469,12 +456,12 @@ class WorkQueue:
         """Ends those of the works that were posted before this rank abandoned. Under the lock."""
         self._resolve(works[: works.index(own)], AbandonedError(own_abandonment(self.rank)))
 
-    def _take_calls(self) -> GatheredCalls:
+    def _take_calls(self) -> Announcement:
         """Numbers the oldest announcement, and waits for those of the other ranks."""
         self.number += 1
         return self._announcer.take()
 
-    def _meet_anew(self, gathered: GatheredCalls) -> None:
+    def _meet_anew(self, gathered: Announcement) -> None:
         """Some ranks have abandoned the round. Announces ABANDON, too, until all ranks do so under
         one index. Nothing else is announced meanwhile.
         """
@@ -482,7 +469,8 @@ class WorkQueue:
             self._is_meeting = True
             self._n_met += 1
             own = self._own_abandonment()
-            meeting = self._current = own or GroupWork(self, ABANDON)
+            meeting = own or GroupWork(self, ABANDON)
+            self._note_wait(meeting, self.number)
             if own is None:
                 calls = gathered.calls
                 abandoning = [rank for rank, call in enumerate(calls) if call == ABANDON]
@@ -507,10 +495,11 @@ class WorkQueue:
     # -- what the watchdog sees; see fastcomm.comm.watchdog.Watched --------------------------------
 
     def _oldest_unfinished(self) -> tuple[int, float, Called] | None:
-        with self._lock:
-            work = self._current
-            age_s = running_s() - max(self._since, self._exchange.moved_at)
-            return None if work is None else (self._current_number, age_s, work.call.called())
+        current = self._current
+        if current is None:
+            return None
+        work, number, since = current
+        return number, running_s() - max(since, self._exchange.moved_at), work.call.called()
 
     def _asynchronous_error(self) -> FastcommError | None:
         """A broken connection does not tell who broke it. Ranks that have not answered a while
@@ -588,21 +577,6 @@ class WorkQueue:
         if theirs is not None and not theirs.meeting.is_completed():
             works.append(theirs.meeting)
         return works
-
-    def _has_graphs(self) -> bool:
-        return False
-
-    def _interrupt(self, error: FastcommError, epoch: int, n_kept: int) -> None:
-        """Not needed: ranks announce that they abandon a round."""
-
-
-class _Watchdog(Watchdog):
-    """Does not compare calls: the announcements find ranks that call different collectives, which
-    does not end the communicator.
-    """
-
-    def _compare(self, comm: Any, number: int, what: Called) -> None:
-        pass
 
 
 def _run_thread(

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from fastcomm import FastcommError
 from fastcomm.control.announcement import Call
-from fastcomm.transports.group.call import GatheredCalls
-from fastcomm.transports.group.shards import PAYLOAD_NBYTES, Announcer
+from fastcomm.transports.group.exchange import Exchange
+from fastcomm.transports.group.shards import PAYLOAD_NBYTES, Announcement, Announcer
 from fastcomm.transports.group.work import GroupWork
 from tests.support.bodies import Place, communicator
 from tests.support.ranks import fresh_ranks
@@ -38,11 +38,11 @@ class Group:
         return SimpleNamespace(wait=lambda: None, is_completed=lambda: True)
 
 
-def gathered(head: bytes, payload: torch.Tensor | None = None) -> GatheredCalls:
+def gathered(head: bytes, payload: torch.Tensor | None = None) -> Announcement:
     announcer = Announcer(2)
     announcer.group = Group(head)
     behind = () if payload is not None else (BUCKET, BUCKET)
-    announcer.announce(SimpleNamespace(call=BUCKET, payload=payload), behind)
+    announcer.announce(SimpleNamespace(call=BUCKET, payload=payload, is_prepared=False), behind)
     return announcer.take()
 
 
@@ -64,6 +64,16 @@ def test_a_damaged_announcement_is_a_call_or_an_error_that_names_its_rank(place,
         assert str(error).startswith("rank 1 has announced ")
     else:
         assert str(calls.calls[1]) and 0 <= calls.n_fused <= 2
+
+
+@pytest.mark.parametrize(("numel", "wire"), [(0, torch.int8), (2**60, torch.float32)])
+def test_data_of_a_size_that_no_tensor_has_is_a_damaged_announcement(
+    numel: int, wire: torch.dtype
+) -> None:
+    calls = [BUCKET, Call("all_reduce", numel, torch.float32, wire)]
+    begun: Any = SimpleNamespace(calls=calls, index=1, begun=None, have_begun=(False, True))
+    with pytest.raises(FastcommError, match="^rank 1 has announced 02.*, which is no collective$"):
+        Exchange(0, [[0], [1]]).drain(begun)
 
 
 def _announce_nonsense(place: Place) -> str:
