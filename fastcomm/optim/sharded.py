@@ -3,6 +3,11 @@
 The method is ZeRO's (arXiv 1910.02054, stage 2): gradients are reduced into the rank that steps
 them, and only that rank has their optimizer state. An optimizer of the user's class steps the
 rank's pieces; this one holds the parameter groups that users and schedulers see.
+
+A step, in order. The backward has reduced each bucket into its shards, which have taken the
+gradients (BucketShard.take_round). step() gives the pieces their gradients (begin_step), waits until
+no rank reads parameters any more, lets the inner optimizer step this rank's pieces, sends each
+bucket's shard to the other ranks and receives theirs (spread).
 """
 
 from __future__ import annotations

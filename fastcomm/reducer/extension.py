@@ -51,9 +51,6 @@ class RoundExtension(ProcessBound):
     def before_round(self, round: Round) -> None:
         """A round is about to open. May set how it is reduced. No rank knows of it yet."""
 
-    def end_of_backward(self, round: Round) -> None:
-        """All gradients are there, and the buckets that are left are about to be launched."""
-
     def verdict(self, round: Round) -> bool:
         """Decide, when all buckets are reduced, whether all ranks drop the round. The answer must
         be the same on all ranks, and at each call.

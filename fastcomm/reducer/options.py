@@ -12,7 +12,6 @@ from torch import nn
 
 from fastcomm.comm.collective import (
     LINEAR_OPS,
-    WIRE_DTYPES,
     complex_refusal,
     refuse_error_feedback,
 )
@@ -69,7 +68,6 @@ class Options:
         present = {
             Feature.OTHER_OP: self.op != "mean",
             Feature.NOT_LINEAR: self.op not in LINEAR_OPS,
-            Feature.EIGHT_BITS: self.wire_dtype not in (None, *WIRE_DTYPES),
             Feature.ERROR_FEEDBACK: self.error_feedback,
             Feature.AUTO: self.bucket_cap_mb == AUTO,
             Feature.SKIP_NONFINITE: self.skip_nonfinite,
@@ -113,15 +111,21 @@ class Options:
 
     def refuse_parameters(self, model: Model, named: NamedParameters, *, is_sharded: bool) -> None:
         """Raises ValueError for parameters whose gradients cannot be reduced with these options."""
+        sparse = self.sparse_names(model, named)
         for name, p in named:
-            if p.requires_grad and p.is_complex() and self.op not in LINEAR_OPS:
-                raise ValueError(complex_refusal(f"the gradient of parameter {name}", self.op))
+            if p.requires_grad and p.is_complex():
+                if self.op not in LINEAR_OPS:
+                    raise ValueError(complex_refusal(f"the gradient of parameter {name}", self.op))
+                if name in sparse:
+                    raise ValueError(
+                        f"the gradient of parameter {name} is sparse and complex: make the "
+                        "parameter of pairs (torch.view_as_real), or use sparse=False"
+                    )
         for name in sorted(set(self.sparse_parameters) - dict(named).keys()):
             raise ValueError(f"sparse_parameters: the model has no parameter {name}")
         present = self.features()
         if is_sharded:
             present[Feature.SHARDED] = Feature.SHARDED.value
-        sparse = self.sparse_names(model, named)
         trouble = why_not(Feature.SPARSE, present)
         if sparse and trouble is not None:
             raise ValueError(f"the gradient of parameter {min(sparse)} is sparse: {trouble}")

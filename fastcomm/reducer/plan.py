@@ -47,7 +47,7 @@ WORTHWHILE = 0.02  # of a step: what another size must save, since noise saves l
 # What goes with buckets in another order: all else keeps something of each of them.
 _GOES_WITH = {
     *(Feature.OTHER_OP, Feature.NOT_LINEAR, Feature.SKIP_NONFINITE, Feature.AUDIT),
-    *(Feature.EIGHT_BITS, Feature.AUTO, Feature.MEASURING, Feature.REBUILD),
+    *(Feature.AUTO, Feature.MEASURING, Feature.REBUILD),
 }
 
 
@@ -264,7 +264,7 @@ def make_buckets(reducer: Core, named: NamedParameters, sparse: set[str]) -> lis
 
         own = [pair for pair in named if pair[0] in sparse]
         label = bucket_label(reducer.number, len(buckets))
-        one = SparseBucket(label, own, comm, reducer.options.wire_dtype, reducer.n_rounds)
+        one = SparseBucket(label, own, comm, reducer.n_rounds)
         comm.flight.names[label] = _in_words(one.names)
         buckets.insert(max(len(buckets) - 1, 0), one)
     for before, bucket in itertools.pairwise(buckets):

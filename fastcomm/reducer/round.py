@@ -41,7 +41,7 @@ class State(enum.Enum):
 
 
 class Round(RoundFlags):
-    """An open round of a reducer: docs/design.md says what leads from one state to the next.
+    """An open round of a reducer.
 
     What one backward does, in order:
 
@@ -226,8 +226,6 @@ class Round(RoundFlags):
         a bucket under way: the other ranks cannot finish then.
         """
         self.begin()
-        for extension in self.extensions:
-            extension.end_of_backward(self)
         if self.observer is not None:
             self.observer.end_of_backward(self)
         for bucket in self.buckets[: self._n_launched]:

@@ -14,7 +14,6 @@ class Feature(enum.Enum):
     OTHER_OP = 'an op other than "mean"'
     NOT_LINEAR = 'an op other than "sum" and "mean"'
     ROUNDING = "wire_dtype, narrower than the parameters"
-    EIGHT_BITS = "wire_dtype of 8 bits"
     ERROR_FEEDBACK = "error_feedback=True"
     AUTO = 'bucket_cap_mb="auto"'
     MEASURING = 'bucket_cap_mb="auto", while it measures'
@@ -64,9 +63,8 @@ REFUSALS: tuple[tuple[Feature, tuple[Feature, ...], str], ...] = (
     ),
     (
         Feature.SPARSE,
-        (Feature.EIGHT_BITS, Feature.SHARDED, Feature.LOCAL_STEPS),
-        "rows of gradients travel, and no whole ones, in 16 bits or more: use sparse=False, or for "
-        "8 bits another wire_dtype",
+        (Feature.SHARDED, Feature.LOCAL_STEPS),
+        "rows of gradients travel, and no whole ones: use sparse=False",
     ),
     (
         Feature.JOIN,

@@ -19,14 +19,14 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from fastcomm.comm import words
-from fastcomm.comm.collective import HALVES, as_pairs
+from fastcomm.comm.collective import HALVES
 from fastcomm.comm.communicator import Work
 from fastcomm.comm.objects import gather_numbers
 from fastcomm.comm.transport import BucketWork, Part, Transport
 from fastcomm.control.announcement import Call, Verdict, conclude
 from fastcomm.errors import FastcommError, MismatchError
 from fastcomm.reducer.bucket import Bucket, Inspection
-from fastcomm.reducer.layout import kind_of, values_of
+from fastcomm.reducer.layout import values_of
 from fastcomm.reducer.validation import grad_dtype, misfit
 from fastcomm.transports.cuda.driver import Producers
 
@@ -39,43 +39,34 @@ class Offer(NamedTuple):
     """What one rank brings.
 
     call: with op, steps, weight and vote; its numel means nothing.
-    n_sparse, n_rows: by slot, how many dimensions of its gradient are sparse, and how many rows it
-        has. 0: there is no gradient.
+    n_rows: by slot, how many rows its gradient has; 0 where there is none.
     is_present: by slot, whether a gradient is of this round, and not only left from an earlier one.
     """
 
     call: Call
-    n_sparse: list[int]
     n_rows: list[int]
     is_present: list[int]
 
     def numbers(self) -> list[int]:
         """Returns the offer as it travels; of() is the way back."""
-        head = _HEAD.unpack(self.call.packed())
-        return [*head, *self.n_sparse, *self.n_rows, *self.is_present]
+        return [*_HEAD.unpack(self.call.packed()), *self.n_rows, *self.is_present]
 
     @staticmethod
     def of(numbers: Sequence[int], likes: Sequence[Tensor]) -> Offer:
         """The offer of these numbers. Raises ValueError if they are of none for gradients like
         these.
         """
-        call = Call.of(_HEAD.pack(*numbers[:7]), 1)
-        n = (len(numbers) - 7) // 3
-        n_sparse, n_rows, is_present = (list(numbers[7 + i * n : 7 + i * n + n]) for i in range(3))
-        could_be = (
-            0 <= n_dims <= like.dim() and 0 <= n_own <= like.shape[:n_dims].numel()
-            for like, n_dims, n_own in zip(likes, n_sparse, n_rows, strict=True)
-        )
-        if not all(could_be):
+        middle = 7 + len(likes)
+        n_rows, is_present = list(numbers[7:middle]), list(numbers[middle:])
+        if not all(0 <= some <= len(like) for some, like in zip(n_rows, likes, strict=True)):
             raise ValueError(f"{numbers} is no offer of gradients")
-        return Offer(call, n_sparse, n_rows, is_present)
+        return Offer(Call.of(_HEAD.pack(*numbers[:7]), 1), n_rows, is_present)
 
 
 class SparseBucket(Bucket):
     """All sparse gradients of a reducer. Between two rounds a gradient is one of `views`, the
-    results of the last round, a tensor of the user's own, or missing.
-
-    wire_dtype: in which values travel; None: their own, or one that holds all of theirs.
+    results of the last round, a tensor of the user's own, or missing. Values travel in their own
+    dtype, or one that holds all of theirs, whatever the reducer's wire_dtype is.
     """
 
     waits_in_launch = True
@@ -85,18 +76,15 @@ class SparseBucket(Bucket):
         label: int,
         named: Sequence[tuple[str, Parameter]],
         comm: Transport,
-        wire_dtype: torch.dtype | None,
         n_rounds: int,
     ) -> None:
         own = [parameter for _, parameter in named]
         self._label, self._comm = label, comm
         self.indices = list(range(len(own)))
         self._likes = [torch.empty_like(p, dtype=grad_dtype(p), device="meta") for p in own]
-        own_dtype = functools.reduce(
-            torch.promote_types, [kind_of(like, like.dtype)[1] for like in self._likes]
-        )
-        self._wire_dtype = wire_dtype or own_dtype
-        self.dtype = torch.promote_types(own_dtype, torch.float32)
+        dtypes = [like.dtype for like in self._likes]
+        self._wire_dtype = functools.reduce(torch.promote_types, dtypes)
+        self.dtype = torch.promote_types(self._wire_dtype, torch.float32)
         # how long messages are is not known
         self.flat = torch.empty(0, dtype=self.dtype, device=comm.device)
         self._hold(named, [self.flat.new_empty(1) for _ in own], comm, n_rounds)
@@ -139,7 +127,6 @@ class SparseBucket(Bucket):
         rows = [None if gradient is None else rows_of(gradient) for gradient in gradients]
         own = Offer(
             Call("all_reduce", op=op, step=step, part=part),
-            [0 if gradient is None else gradient.sparse_dim() for gradient in gradients],
             [0 if one is None else len(one.indices) for one in rows],
             [i not in self._untouched for i in range(len(gradients))],
         )
@@ -164,7 +151,7 @@ class SparseBucket(Bucket):
         n = len(self.names)
         self._is_vote = True
         vote = Call("all_reduce", op=op, step=step, part=part)
-        own = Offer(vote, [0] * n, [0] * n, [False] * n)
+        own = Offer(vote, [0] * n, [False] * n)
         self._take_part(own, [None] * n)
 
     def _take_part(self, own: Offer, rows: Sequence[Rows | None]) -> None:
@@ -212,6 +199,8 @@ class SparseBucket(Bucket):
             trouble = "is to be differentiated (create_graph=True): use sparse=False"
         if trouble is None and not gradient.is_sparse:
             trouble = "is dense, and was to be sparse, which tied weights are not: use sparse=False"
+        if trouble is None and gradient.sparse_dim() != 1:
+            trouble = f"has {gradient.sparse_dim()} sparse dimensions: it must be one of rows"
         if trouble is not None:
             raise FastcommError(f"the gradient of parameter {self.names[i]} {trouble}")
 
@@ -233,22 +222,13 @@ class SparseBucket(Bucket):
             mismatch = MismatchError(f"the ranks reduce sparse gradients differently: {what}")
             mismatch.differs = words.difference(calls)
             raise mismatch
-        for i, name in enumerate(self.names):
-            n_sparse = {offer.n_sparse[i] for offer in offers} - {0}
-            if len(n_sparse) > 1:
-                raise FastcommError(
-                    f"the ranks' gradients of parameter {name} have {sorted(n_sparse)} sparse "
-                    "dimensions, and must have the same number"
-                )
         return offers, verdict
 
     def _send(self, work: _SparseWork, rows: Sequence[Rows | None]) -> None:
         """Sends this rank's rows to all others."""
-        widths = {}  # by slot, of a row of the result
-        for i, (like, n_sparse) in enumerate(zip(self._likes, work.n_sparse, strict=True)):
-            if n_sparse is not None:
-                n_all = like.shape[:n_sparse].numel()
-                widths[i] = kind_of(like, like.dtype)[0] // n_all if n_all else 0
+        widths = {  # by slot, of a row of the result
+            i: like.shape[1:].numel() for i, like in enumerate(self._likes) if work.present()[i]
+        }
         sizes = [[(one.n_rows[i], width) for i, width in widths.items()] for one in work.offers]
         bounds = [0]
         for own in sizes:
@@ -288,13 +268,12 @@ class SparseBucket(Bucket):
         return self._work
 
     def _result(self, work: _SparseWork, i: int) -> Tensor | None:
-        n_sparse, like = work.n_sparse[i], self._likes[i]
-        if n_sparse is None:
+        if not work.present()[i]:
             return None
         call, factors = work.offers[0].call, work.verdict.factors
         divisor = self._comm.world_size if call.op == "mean" else 1
         rows = added([own[i] for own in work.rows], factors, divisor)
-        return sparse_of(rows, like.shape, n_sparse, like.dtype)
+        return sparse_of(rows, self._likes[i])
 
     def settle(self, number: int) -> None:
         left = []
@@ -317,11 +296,11 @@ class SparseBucket(Bucket):
         total = torch.zeros((), dtype=torch.int64, device=self._comm.device)
         for result in self._results or ():
             if result is not None:
-                total += (~as_pairs(values_of(result)).isfinite()).sum()
+                total += (~values_of(result).isfinite()).sum()
         return total
 
     def square_sum(self) -> Tensor:
-        return self._measured(lambda values: values.abs().double().square().sum(), torch.float64)
+        return self._measured(lambda values: values.double().square().sum(), torch.float64)
 
     def n_nonfinite_now(self) -> Tensor:
         return self._measured(lambda values: (~values.isfinite()).sum(), torch.int64)
@@ -331,7 +310,7 @@ class SparseBucket(Bucket):
         total = torch.zeros((), dtype=dtype, device=self._comm.device)
         for parameter in self.parameters:
             if parameter is not None and parameter.grad is not None:
-                total += measure(as_pairs(values_of(parameter.grad)))
+                total += measure(values_of(parameter.grad))
         return total
 
     def scale_(self, factor: Tensor) -> None:
@@ -344,20 +323,15 @@ class SparseBucket(Bucket):
 class _SparseWork(BucketWork):
     """One reduction of a SparseBucket.
 
-    n_sparse: by slot, how many dimensions of the result are sparse; None: no rank has a gradient.
     rows: by rank, and then by slot, what it sends.
     """
 
     def __init__(self, offers: list[Offer], verdict: Verdict) -> None:
         self.offers, self.verdict = offers, verdict
-        self.n_sparse = [self._n_sparse(i) for i in range(len(offers[0].n_sparse))]
+        slots = zip(*(offer.is_present for offer in offers), strict=True)
+        self._present = [any(ranks) and not verdict.is_skipped for ranks in slots]
         self.rows: list[dict[int, Rows]] = []
         self.sending: Work | None = None
-
-    def _n_sparse(self, i: int) -> int | None:
-        if self.is_skipped() or not any(offer.is_present[i] for offer in self.offers):
-            return None
-        return max(offer.n_sparse[i] for offer in self.offers) or 1
 
     def is_skipped(self) -> bool:
         return self.verdict.is_skipped
@@ -370,10 +344,11 @@ class _SparseWork(BucketWork):
         return self.sending is None or self.sending.is_completed()
 
     def present(self) -> list[bool]:
-        return [n_sparse is not None for n_sparse in self.n_sparse]
+        """By slot, whether a gradient comes out."""
+        return self._present
 
 
-# ---- rows: complex values are pairs of real numbers ---------------------------------------------
+# ---- rows ---------------------------------------------------------------------------------------
 
 
 class Rows(NamedTuple):
@@ -388,32 +363,18 @@ class Rows(NamedTuple):
 def rows_of(gradient: Tensor) -> Rows:
     """Reads a sparse tensor. Entries of the same row are added."""
     gradient = gradient.detach().coalesce()
-    indices = gradient.indices()
-    row = torch.zeros_like(indices[0])
-    for size, index in zip(gradient.shape, indices, strict=False):  # of the sparse dimensions
-        row = row * size + index
-    values = as_pairs(gradient.values().resolve_conj())
-    return Rows(row, values.reshape(len(row), values.shape[1:].numel()))
+    values = gradient.values()
+    return Rows(gradient.indices()[0], values.reshape(len(values), values.shape[1:].numel()))
 
 
-def sparse_of(rows: Rows, size: torch.Size, n_sparse: int, dtype: torch.dtype) -> Tensor:
-    """The coalesced sparse tensor of these rows: of shape `size`, whose first n_sparse dimensions
-    are sparse.
-    """
-    index, indices = rows.indices, []
-    for extent in reversed(size[:n_sparse]):
-        indices.append(index % extent)
-        index = index // extent
-    values = rows.values.to(dtype.to_real() if dtype.is_complex else dtype)
-    shape = len(rows.indices), *size[n_sparse:]
-    if dtype.is_complex:
-        values = torch.view_as_complex(values.reshape(*shape, 2))
+def sparse_of(rows: Rows, like: Tensor) -> Tensor:
+    """The coalesced sparse tensor of these rows, of like's shape and dtype."""
     return torch.sparse_coo_tensor(
-        torch.stack(indices[::-1]),
-        values.reshape(shape),
-        size,
-        dtype=dtype,
-        device=values.device,
+        rows.indices[None],
+        rows.values.reshape(len(rows.indices), *like.shape[1:]),
+        like.shape,
+        dtype=like.dtype,
+        device=rows.values.device,
         is_coalesced=True,
         check_invariants=False,
     )

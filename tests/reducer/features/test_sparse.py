@@ -185,8 +185,8 @@ def test_gradients_that_are_dense_or_of_other_dimensions_are_refused(comm):
     with pytest.raises(FastcommError, match=why):
         hidden.sum().backward()
     finish_together(comm)
-    model.table.weight.grad = torch.zeros(ROWS, 6).to_sparse(1 + comm.rank)
-    with raises_on_each(comm, FastcommError, r"table\.weight have \[1, 2\] sparse dimensions"):
+    model.table.weight.grad = torch.zeros(ROWS, 6).to_sparse(2)
+    with pytest.raises(FastcommError, match=r"table\.weight has 2 sparse dimensions|abandoned"):
         reducer.reduce()
 
 
@@ -213,43 +213,34 @@ def test_norms_and_clipping_count_each_row_once(comm):
     assert reducer.nonfinite_count() == 2
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.complex64], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
 @on_ranks(3)
 def test_rows_of_every_dtype_and_shape(comm, dtype):
-    """Also of two sparse dimensions, and without dense ones; and of no rows on some rank."""
-    for size, n_sparse in (((7, 5), 1), ((7,), 1), ((7, 5, 2, 3), 2), ((7, 5), 2)):
+    """Also of one number, and of no rows on some rank."""
+    for size in ((7, 5), (7,), (7, 2, 3)):
         table = nn.Parameter(torch.zeros(size, dtype=dtype))
         reducer = fastcomm.Reducer(comm, sparse_parameters=["table"]).attach([("table", table)])
         total = 0
         for rank in range(3):
             seed(rank)
-            indices = torch.stack([torch.randint(0, s, (3 * rank,)) for s in size[:n_sparse]])
-            values = torch.randn(3 * rank, *size[n_sparse:], dtype=dtype)
+            indices = torch.randint(0, 7, (1, 3 * rank))
+            values = torch.randn(3 * rank, *size[1:], dtype=dtype)
             mine = torch.sparse_coo_tensor(indices, values, size)
             total = total + mine.to_dense()
             if rank == comm.rank:
                 table.grad = mine
         reducer.reduce()
-        assert table.grad.is_sparse and table.grad.sparse_dim() == n_sparse
+        assert table.grad.is_sparse
         rtol = 2**-6 if dtype == torch.bfloat16 else 1e-6
         torch.testing.assert_close(table.grad.to_dense(), total / 3, rtol=rtol, atol=rtol)
         reducer.detach()
 
 
 @on_ranks(2)
-def test_narrow_wires_carry_values(comm):
-    model, _, _ = attached(comm, Words(), wire_dtype=torch.bfloat16)
-    loss_of(model, comm.rank).backward()
-    wanted = weighted([(0.5, 0, 0), (0.5, 1, 0)])
-    gradient = dense(model.table.weight.grad)
-    torch.testing.assert_close(gradient, wanted["table.weight"], rtol=2**-7, atol=1e-4)
-    alone_here = alone(comm.rank)["table.weight"]
-    own = alone_here[(alone(1 - comm.rank)["table.weight"] == 0).all(1)].bfloat16().float() / 2
-    ours = gradient[(alone(1 - comm.rank)["table.weight"] == 0).all(1)]
-    assert torch.equal(ours, own)  # rounded on the wire, and not after
-    model, _, _ = attached(comm, nn.Embedding(4, 1, sparse=True), wire_dtype=torch.bfloat16)
-    (model(torch.tensor([1])) * (1, 2**-9)[comm.rank]).sum().backward()
-    assert model.weight.grad.values().item() == 0.5 + 2**-10
+def test_values_travel_in_their_own_dtype_whatever_the_wire_is(comm):
+    model, _, _ = attached(comm, nn.Embedding(4, 1, sparse=True), wire_dtype=comm.wire_dtypes[-1])
+    (model(torch.tensor([1])) * (1, 2**-20)[comm.rank]).sum().backward()
+    assert model.weight.grad.values().item() == 0.5 + 2**-21
 
 
 class Sizes(TorchDispatchMode):
@@ -398,11 +389,9 @@ def test_what_does_not_go_with_them_is_refused_by_name(comm):
     ):
         with pytest.raises(ValueError, match=words_):
             fastcomm.Reducer(comm, **options).attach(model)
-    if torch.int8 in comm.wire_dtypes:
-        with pytest.raises(
-            ValueError, match=r"parameter bags\.weight is sparse: .* of 8 bits: rows"
-        ):
-            fastcomm.Reducer(comm, wire_dtype=torch.int8).attach(model)
+    table = nn.Embedding(ROWS, 6, sparse=True, dtype=torch.complex64)
+    with pytest.raises(ValueError, match=r"parameter weight is sparse and complex: make"):
+        fastcomm.Reducer(comm).attach(table)
     reducer = fastcomm.Reducer(comm).attach(model)
     with pytest.raises(ValueError, match=r"gradient of parameter table\.weight: rows .* travel"):
         fastcomm.ShardedOptimizer(reducer, torch.optim.SGD, lr=0.1)
