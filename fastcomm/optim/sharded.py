@@ -5,9 +5,9 @@ them, and only that rank has their optimizer state. An optimizer of the user's c
 rank's pieces; this one holds the parameter groups that users and schedulers see.
 
 A step, in order. The backward has reduced each bucket into its shards, which have taken the
-gradients (BucketShard.take_round). step() gives the pieces their gradients (begin_step), waits until
-no rank reads parameters any more, lets the inner optimizer step this rank's pieces, sends each
-bucket's shard to the other ranks and receives theirs (spread).
+gradients (BucketShard.take_round). step() gives the pieces their gradients (begin_step), waits
+until no rank reads parameters any more, lets the inner optimizer step this rank's pieces, sends
+each bucket's shard to the other ranks and receives theirs (spread).
 """
 
 from __future__ import annotations
