@@ -2,14 +2,8 @@
 makes of a collective.
 
 Another thread runs collectives in the order of their calls, so that backward goes on while
-gradients travel. The ranks announce which collective they have come to, beside the data or before
-it. If they disagree, all of them get the error, and what was sent is thrown away. A rank that
-abandons a round announces that in place of a collective. So no collective is ever left half done,
-and the group stays in step.
-watchdog.py finds lost peers and missed deadlines; then breaking the group's connections ends the
-thread's wait.
-
-The thread is in work_queue.py; exchange.py moves and reduces tensors.
+gradients travel: see work_queue.py. exchange.py moves and reduces tensors. docs/design.md says how
+ranks agree, and what is sent when.
 """
 
 from __future__ import annotations
@@ -125,7 +119,7 @@ class GroupCommunicator(Front, Transport):
         if call.kind == "all_reduce":
             transfer = exchange.transfer_of(inp, None)
         elif call.kind == "broadcast":
-            transfer = Transfer(lambda _, rows, __: exchange.broadcast(inp, call.root, rows))
+            transfer = Transfer(lambda _, rows, __: exchange.broadcast([inp], call.root, rows))
         elif call.kind == "all_gather_single":
             transfer = Transfer(lambda _, rows, __: exchange.all_gather(out, inp, rows))
         else:
@@ -135,15 +129,11 @@ class GroupCommunicator(Front, Transport):
 
     def run_together(self, call: Call, flats: list[Tensor], async_op: bool) -> GroupWork | None:
         if call.kind == "broadcast":
-            transfer = Transfer(lambda *_: self._broadcast_each(flats, call.root))
+            transfer = Transfer(lambda *_: self._exchange.broadcast(flats, call.root))
             written = [] if call.root == self.rank else flats
             return self._begin(call, transfer, written, async_op)
         fusing = self._exchange.fused_transfer_of([flat.detach().view(-1) for flat in flats])
         return self._begin(call, fusing, flats, async_op)
-
-    def _broadcast_each(self, flats: list[Tensor], src: int) -> None:
-        for flat in flats:
-            self._exchange.broadcast(flat, src)
 
     def run_parts(
         self, call: Call, inp: Tensor | None, out: Tensor | None, parts: Parts, async_op: bool

@@ -1,16 +1,11 @@
 """Exchange: moves and reduces tensors between ranks over Gloo. All ranks call the same method, each
 on the thread of its WorkQueue.
 
-Only bytes travel, in two exchanges: each rank sends every other one the shard that one reduces,
-then each rank sends its reduced shard to all; see shards.pyx. The arithmetic is done here, in rank
-order, so that the results have the same bits on all ranks, and 16-bit floats are added in float32
-and rounded once. The ranks announce each collective to each other over another group than that of
-the data, so that no announcement waits for data. Small tensors travel with the announcement: then
-there is no other exchange. All-reductions that wait behind one like them are announced with it, and
-fused with it, as far as all ranks have come to them.
-
-Over "hierarchical", ranks of one host reduce in shared memory first, so that every byte crosses a
-host's link once. All else goes between any two ranks, as over "group".
+Only bytes travel. The arithmetic is done here, in rank order, so that the results have the same
+bits on all ranks, and 16-bit floats are added in float32 and rounded once. The ranks announce each
+collective to each other over another group than that of the data, so that no announcement waits for
+data. Over "hierarchical" an all-reduce begins and ends in the shared memory of each host; all else
+goes between any two ranks, as over "group".
 """
 
 from __future__ import annotations
@@ -282,14 +277,14 @@ class Exchange:
         n = self.world_size
         self.swap_parts(whole.view(n, part.numel()), part.expand(n, -1))
 
-    def broadcast(self, flat: Tensor, src: int, rows: Tensor | None = None) -> None:
+    def broadcast(self, flats: Sequence[Tensor], src: int, rows: Tensor | None = None) -> None:
         if rows is not None:
             if src != self.rank:
-                flat.copy_(rows[src])
+                flats[0].copy_(rows[src])
             return
         options = dist.BroadcastOptions()
         options.rootRank = src
-        for chunk in _chunks_of(flat):
+        for chunk in itertools.chain.from_iterable(map(_chunks_of, flats)):
             self.wait(self.group.broadcast([chunk], options))
 
     def swap_parts(

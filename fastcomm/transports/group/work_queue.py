@@ -15,7 +15,6 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import NamedTuple
 
@@ -58,8 +57,7 @@ MOST_ANNOUNCED = 64  # calls of this rank that wait for the other ranks' announc
 MOST_RUNNING = 4  # collectives that the thread runs at once
 
 
-@dataclass(frozen=True)
-class PeerAbandonment:
+class PeerAbandonment(NamedTuple):
     """Other ranks have abandoned a round. The caller knows of it once n_abandoned is `number`."""
 
     number: int
@@ -375,7 +373,8 @@ class WorkQueue(Watched):
             flats = [one.fusable for one in (work, *behind) if one.fusable is not None]
         if not work.is_announced:  # and callers announce none that come behind it
             self._announcer.announce(work, [one.call for one in behind])
-        gathered = self._take_calls()
+        self.number += 1
+        gathered = self._announcer.take()
         if ABANDON in gathered.calls:
             while self._running:
                 self._take_step(self._running[0])
@@ -456,11 +455,6 @@ class WorkQueue(Watched):
         """Ends those of the works that were posted before this rank abandoned. Under the lock."""
         self._resolve(works[: works.index(own)], AbandonedError(own_abandonment(self.rank)))
 
-    def _take_calls(self) -> Announcement:
-        """Numbers the oldest announcement, and waits for those of the other ranks."""
-        self.number += 1
-        return self._announcer.take()
-
     def _meet_anew(self, gathered: Announcement) -> None:
         """Some ranks have abandoned the round. Announces ABANDON, too, until all ranks do so under
         one index. Nothing else is announced meanwhile.
@@ -485,7 +479,8 @@ class WorkQueue(Watched):
                 break
             if not self._announcer:
                 self._announcer.announce(GroupWork(self, ABANDON))
-            gathered = self._take_calls()
+            self.number += 1
+            gathered = self._announcer.take()
         with self._lock:
             self._is_meeting = False
             if own is not None:

@@ -15,13 +15,11 @@ from fastcomm import FastcommError
 from fastcomm.control.announcement import Call
 from fastcomm.transports.group.exchange import Exchange
 from fastcomm.transports.group.shards import PAYLOAD_NBYTES, Announcement, Announcer
-from fastcomm.transports.group.work import GroupWork
 from tests.support.bodies import Place, communicator
 from tests.support.ranks import fresh_ranks
 from tests.support.transports import environment_of
 
 BUCKET = Call("all_reduce", 300, torch.float32, torch.bfloat16, "mean", label=5, step=7)
-NONSENSE = Call("all_reduce", 3, root=60000)
 REAL = BUCKET.packed() + struct.pack("=II", 2, False)
 
 
@@ -74,26 +72,6 @@ def test_data_of_a_size_that_no_tensor_has_is_a_damaged_announcement(
     begun: Any = SimpleNamespace(calls=calls, index=1, begun=None, have_begun=(False, True))
     with pytest.raises(FastcommError, match="^rank 1 has announced 02.*, which is no collective$"):
         Exchange(0, [[0], [1]]).drain(begun)
-
-
-def _announce_nonsense(place: Place) -> str:
-    comm = communicator(place)
-    comm.barrier()
-    with pytest.MonkeyPatch.context() as patch:
-        if place.rank == 1:
-            patch.setattr(
-                "fastcomm.transports.group.communicator.GroupWork",
-                lambda queue, _, *rest, **options: GroupWork(queue, NONSENSE, *rest, **options),
-            )
-        with pytest.raises(FastcommError) as caught:
-            comm.all_reduce(torch.ones(3))
-    return str(caught.value)
-
-
-def test_every_rank_hears_who_has_announced_nonsense():
-    outcomes = fresh_ranks(2, _announce_nonsense, transport="group", env=environment_of("group", 0))
-    for outcome in outcomes:
-        assert "rank 1 has announced 02" in outcome.value, outcome
 
 
 def _reduce_what_the_other_has_not(place: Place) -> str:
