@@ -14,11 +14,10 @@ import os
 from collections.abc import Sequence
 from datetime import timedelta
 from operator import attrgetter
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import Store  # type: ignore[attr-defined]
 
 from fastcomm.comm import messages
 from fastcomm.comm.collective import (
@@ -30,7 +29,6 @@ from fastcomm.comm.collective import (
 )
 from fastcomm.comm.parts import Parts, equal_parts
 from fastcomm.comm.transport import Transport
-from fastcomm.comm.watchdog import Notes
 from fastcomm.comm.who import processes_of
 from fastcomm.control.announcement import Call
 from fastcomm.control.front import Front
@@ -44,19 +42,10 @@ from fastcomm.transports.group.work_queue import WorkQueue
 _SENT = (*CPU_DTYPES, *BLOCK_DTYPES)  # dtypes in which buckets travel
 
 
-class Bootstrap(Notes, Protocol):
-    """How the ranks have met; see fastcomm.launching.bootstrap."""
-
-    timeout: timedelta
-
-    def exchange(self, value: Any, form: messages.Form) -> list[Any]: ...
-    def store(self, name: str) -> Store: ...
-    def look(self) -> None: ...
-
-
 class GroupCommunicator(Front, Transport):
     """Collectives over Gloo. See fastcomm.comm.transport.Transport for the contract. Made by
-    fastcomm.init. exchange: moves the tensors.
+    fastcomm.init. bootstrap: how the ranks have met; see fastcomm.launching.bootstrap. exchange:
+    moves the tensors.
 
     Beyond the contract, any number of threads may call it and wait for their works at once, as long
     as the calls come in the same order on all ranks. What a signal handler raises while this rank
@@ -77,7 +66,7 @@ class GroupCommunicator(Front, Transport):
         rank: int,
         world_size: int,
         local_rank: int,
-        bootstrap: Bootstrap,
+        bootstrap: Any,
         timeout: timedelta,
         neighbours: Sequence[int],
         exchange: Exchange,
