@@ -105,7 +105,7 @@ class Stragglers:
         if self._watches and not self._handles and isinstance(model, nn.Module):
             self._handles = watch_forward(model, self.phases)
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """The model is not hooked up any more."""
         for handle in self._handles:
             handle.remove()

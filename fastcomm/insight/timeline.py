@@ -80,7 +80,7 @@ class Timeline(ProcessBound):
         self._model = weakref.ref(model) if isinstance(model, nn.Module) else None
         self._record()
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """For reducers: the model is not attached any more. What was recorded stays."""
         self._model = None
         self._record()

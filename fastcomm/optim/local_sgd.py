@@ -133,7 +133,7 @@ class LocalSGD(ProcessBound):
             self.finish()
         elif self._is_on:
             self._end()
-            self._core.stand_still(
+            self._core.refuse_until_refresh(
                 self._core.model(),
                 f"a block of {type(self).__name__} was left by an exception, without a "
                 "sync, and the ranks' parameters differ: call refresh() on every rank, "

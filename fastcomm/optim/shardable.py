@@ -133,9 +133,9 @@ def identities(groups: list[dict[str, Any]]) -> list[list[int]]:
     return [list(map(id, group["params"])) for group in groups]
 
 
-def refuse_unreduced(strangers: list[Parameter]) -> None:
+def refuse_unreduced(unowned: list[Parameter]) -> None:
     """Raises FastcommError if one of these, which no bucket has, is to be stepped."""
-    for parameter in strangers:
+    for parameter in unowned:
         if parameter.requires_grad and parameter.grad is not None:
             raise FastcommError(
                 f"a parameter of shape {tuple(parameter.shape)} in the groups of the "

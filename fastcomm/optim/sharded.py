@@ -261,7 +261,7 @@ class ShardedOptimizer(Optimizer):
         """inner: of the groups as they are now."""
         self._inner = inner
         self._members = shardable.identities(self.param_groups)
-        self._strangers = [p for p in self._parameters() if p not in self._parts]
+        self._unowned = [p for p in self._parameters() if p not in self._parts]
 
     def _remake_inner(self) -> None:
         """The groups have changed."""
@@ -296,7 +296,7 @@ class ShardedOptimizer(Optimizer):
         try:
             if shardable.identities(self.param_groups) != self._members:  # edited by hand
                 self._remake_inner()
-            shardable.refuse_unreduced(self._strangers)
+            shardable.refuse_unreduced(self._unowned)
             for bucket in self._buckets:
                 _shard_of(bucket).begin_step(bucket)
             if not self.comm.has_streams:
@@ -310,12 +310,12 @@ class ShardedOptimizer(Optimizer):
             self._core.phases.enter(OTHER)
         except BaseException as error:
             self._core.phases.enter(OTHER)
-            self._leave(error)
+            self._abandon(error)
             raise
         self.is_torn = self._is_mixed = False
         return loss
 
-    def _leave(self, error: BaseException) -> None:
+    def _abandon(self, error: BaseException) -> None:
         """Ends a failed step, in which the other ranks may wait for this one's shard."""
         if self.is_torn:
             self._drop()

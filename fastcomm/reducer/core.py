@@ -50,7 +50,7 @@ from fastcomm.reducer.optimizer_hooks import (
     watch_steps,
 )
 from fastcomm.reducer.options import Options
-from fastcomm.reducer.owners import is_owned, let_go, next_number, take_over
+from fastcomm.reducer.owners import disown, is_owned, next_number, take_over
 from fastcomm.reducer.plan import Planner, make_buckets
 from fastcomm.reducer.round import Round, State
 from fastcomm.reducer.validation import Model, NamedParameters, named_parameters, reference_to
@@ -223,13 +223,13 @@ class Core(ReducerFlags):
         for handle in self._handles:
             handle.remove()
         if self.timeline is not None:
-            self.timeline.let_go()
-        self.stragglers.let_go()
+            self.timeline.release()
+        self.stragglers.release()
         self.comm.flight.activities.pop(f"reducer {self.number}", None)
         self.planner.end_trace(self)
         for bucket in self.buckets:
             bucket.release()
-        let_go(self.buckets)
+        disown(self.buckets)
         allow_steps(p for _, p in self.named_parameters())
         self.guards.remove()
         self._handles, self.buckets, self._model = [], [], None
@@ -262,7 +262,7 @@ class Core(ReducerFlags):
             self.sharded_by.gather_state()
         self.release()
         refuse_replaced(before, now)
-        with self._standing_still_on_error(model):
+        with self._refusing_on_error(model):
             self.attach(model)
             if self.sharded_by is not None:
                 self.sharded_by.take_buckets(self.buckets)
@@ -291,25 +291,25 @@ class Core(ReducerFlags):
         self.use(self.options.checked(successor))
         for extension in self.extensions:
             extension.use(self.comm)
-        with self._standing_still_on_error(model):
+        with self._refusing_on_error(model):
             self.attach(model)
 
     @contextlib.contextmanager
-    def _standing_still_on_error(self, model: Model) -> Iterator[None]:
+    def _refusing_on_error(self, model: Model) -> Iterator[None]:
         try:
             yield
         except BaseException:
-            self.stand_still(model)
+            self.refuse_until_refresh(model)
             raise
 
     def remake_buckets(self) -> None:
         """Make the buckets once more, as they are planned now. Collective."""
         model = self.model()
         self.detach()
-        with self._standing_still_on_error(model), torch.inference_mode(False):
+        with self._refusing_on_error(model), torch.inference_mode(False):
             self.hook_up(model)
 
-    def stand_still(self, model: Model, why: str = _FAILED_REFRESH) -> None:
+    def refuse_until_refresh(self, model: Model, why: str = _FAILED_REFRESH) -> None:
         """Refuse every backward and step until refresh(). After a refresh() that failed, for
         example: without hooks a loop that survives it would train on, each rank for itself.
         """
@@ -500,7 +500,7 @@ class Core(ReducerFlags):
             try:
                 self.comm.check()
             except FastcommError as error:
-                if not self._outlives(error):
+                if not self._survives(error):
                     raise
             return
         if ending.has_callback:
@@ -542,7 +542,7 @@ class Core(ReducerFlags):
             if planner.looks_for is not None:
                 planner.after_round(self, can_replan)
         except FastcommError as error:
-            if not self._outlives(error):
+            if not self._survives(error):
                 raise
             # the round is over: the optimizer steps with its gradients, with buckets or without
             allow_steps(p for _, p in self.named_parameters())
@@ -553,18 +553,18 @@ class Core(ReducerFlags):
         if audit is not None:
             audit.raise_trouble()
 
-    def _outlives(self, error: FastcommError) -> bool:
+    def _survives(self, error: FastcommError) -> bool:
         """Whether the training goes on though the communicator has failed after a round: who has
         its gradients steps with them.
         """
         has_failed = self.comm.failure is not None
-        return has_failed and any(extension.outlives(error) for extension in self.extensions)
+        return has_failed and any(extension.survives(error) for extension in self.extensions)
 
     def _backward_was_dropped(self) -> None:
         """Called by autograd while an exception propagates, where nothing may be raised."""
         try:
             if self.round is not None:
-                self.round.fail()
+                self.round.backward_failed()
         except BaseException as error:
             self.deferred = error
 

@@ -51,7 +51,7 @@ class RoundExtension(ProcessBound):
     def before_round(self, round: Round) -> None:
         """A round is about to open. May set how it is reduced. No rank knows of it yet."""
 
-    def verdict(self, round: Round) -> bool:
+    def drops_round(self, round: Round) -> bool:
         """Decide, when all buckets are reduced, whether all ranks drop the round. The answer must
         be the same on all ranks, and at each call.
         """
@@ -63,7 +63,7 @@ class RoundExtension(ProcessBound):
         """
         return False
 
-    def outlives(self, error: FastcommError) -> bool:
+    def survives(self, error: FastcommError) -> bool:
         """Decide whether the training goes on in spite of an error. Then it is not raised, and the
         round is dropped, if one is open.
         """

@@ -121,7 +121,7 @@ class _Known:
     ids: of its parameters, by which a change is noticed.
     by_reducer: the reducers that own them, and which slots of their buckets it has.
     refusal: why it must not step, or None.
-    strangers: the parameters that nobody reduces, which must have no gradient, and their names.
+    unowned: the parameters that nobody reduces, which must have no gradient, and their names.
     before: by reducer, its n_rounds and its record when the step under way began.
     seen: by reducer, its n_rounds when the last step began.
     left_out: by reducer, how many rounds it had dropped at the last step that was left out.
@@ -132,8 +132,8 @@ class _Known:
         owners = [owner_of(parameter) for parameter in parameters]
         reducers = sorted({one for one in owners if one is not None}, key=lambda r: r.number)
         unowned = [p for p, one in zip(parameters, owners, strict=True) if one is None]
-        self.strangers = _name_strangers(unowned, is_mixed=bool(reducers))
-        if unowned and not reducers and not self.strangers:
+        self.unowned = _name_unowned(unowned, is_mixed=bool(reducers))
+        if unowned and not reducers and not self.unowned:
             _warn_of_unattached()
         self.refusal = _refusal_of(parameters)
         self.by_reducer = [(weakref.ref(r), r.slots_of(parameters)) for r in reducers]
@@ -234,7 +234,7 @@ def _before_step(
         raise FastcommError(known.refusal)
     skips_itself = getattr(optimizer, "skips_itself", False)
     if not skips_itself:  # else it refuses them itself
-        _refuse_strangers(known)
+        _refuse_unowned(known)
     for reference, slots in known.by_reducer:
         reducer = reference()
         if reducer is not None:
@@ -251,7 +251,7 @@ def _without_skipped(
     """Returns as _before_step(), for a step that changes nothing if the ranks drop it."""
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
     if callable(closure):
-        if not known.by_reducer and not known.strangers:
+        if not known.by_reducer and not known.unowned:
             return None
         dropping = functools.partial(_drop_where_skipped, optimizer, known, closure)
         if len(args) > 1:
@@ -276,7 +276,7 @@ def _skipping(known: _Known) -> list[Core]:
 def _drop_where_skipped(optimizer: Optimizer, known: _Known, closure: Callable[[], Any]) -> Any:
     """The closure, after which no parameter has a gradient if the ranks drop the step."""
     result = closure()
-    _refuse_strangers(known)
+    _refuse_unowned(known)
     if _skipping(known):
         if isinstance(optimizer, LBFGS):
             raise FastcommError(
@@ -343,8 +343,8 @@ def _known_of(optimizer: Optimizer) -> _Known:
     return known
 
 
-def _refuse_strangers(known: _Known) -> None:
-    for name, parameter in known.strangers:
+def _refuse_unowned(known: _Known) -> None:
+    for name, parameter in known.unowned:
         if is_of_this_rank(parameter.grad):
             raise FastcommError(unreduced(name))
 
@@ -360,7 +360,7 @@ def unreduced(name: str) -> str:
     )
 
 
-def _name_strangers(unowned: Sequence[Tensor], *, is_mixed: bool) -> list[tuple[str, Tensor]]:
+def _name_unowned(unowned: Sequence[Tensor], *, is_mixed: bool) -> list[tuple[str, Tensor]]:
     """Those that no reducer has, and should: what belongs to an attached model, and all that is
     stepped along with parameters that are reduced (is_mixed).
     """

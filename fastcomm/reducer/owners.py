@@ -71,7 +71,7 @@ def take_over(reducer: ReducerFlags, buckets: Sequence[Bucket]) -> list[Removabl
     return handles
 
 
-def let_go(buckets: Sequence[Bucket]) -> None:
+def disown(buckets: Sequence[Bucket]) -> None:
     """The buckets' parameters have no owner any more."""
     for bucket in buckets:
         for parameter in bucket.parameters:

@@ -192,10 +192,10 @@ class Reducer(ProcessBound):
         core.refuse_local_steps("reduce()")
         if core.round is not None:
             core.synchronize()
-        stranger = core.guards.find_gradient()
-        if stranger is not None:
+        name = core.guards.find_gradient()
+        if name is not None:
             core.open().abort()  # the other ranks hear of it
-            raise FastcommError(unreduced(stranger))
+            raise FastcommError(unreduced(name))
         core.open().count_all()
         core.synchronize(is_between_steps=True)
 

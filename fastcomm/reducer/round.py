@@ -53,7 +53,7 @@ class Round(RoundFlags):
        The last bucket is always left to the end, so that no rank gets its gradients before all
        ranks have come to the end, and an exception on one rank costs the step on all. From that
        launch on the other ranks count on this one: the round is COMMITTED.
-    4. It waits for the buckets. Where a rank votes to skip, or an extension's verdict is to skip,
+    4. It waits for the buckets. Where a rank votes to skip, or an extension says so,
        it drops the gradients of all buckets: SKIPPED. Else it brings every gradient to where it
        belongs: SETTLED.
     5. It tells when_over, which tells the extensions.
@@ -62,7 +62,7 @@ class Round(RoundFlags):
     COMMITTED aborts the round, on all ranks: DROPPED. After it only an error that all ranks get
     does. What a signal handler raises then is raised when the round has settled. A handler may
     raise between any two statements, so the order of those that change state matters. An error
-    that an extension outlives is not raised: the backward goes on, and the round is dropped at its
+    that an extension survives is not raised: the backward goes on, and the round is dropped at its
     end.
 
     buckets: all of the reducer's, in the order of the plan.
@@ -75,7 +75,7 @@ class Round(RoundFlags):
     when_over: called with the round when it is over, and again if that was interrupted.
     last_in_words: for messages, what this rank's optimizers have stepped last.
     note: added to what a signal handler has raised, when the round has settled all the same.
-    outlived: the error that an extension outlives; or None.
+    survived: the error that an extension survives; or None.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class Round(RoundFlags):
         self._comm, self._step, self._reducer = comm, step, reducer
         self._phases = phases or Phases()
         self._when_over, self._last_in_words, self._note = when_over, last_in_words, note
-        self.outlived: FastcommError | None = None  # an error that an extension outlives
+        self.survived: FastcommError | None = None  # an error that an extension survives
         self._has_begun = False  # the transport knows of it
         self._n_launched = 0
         self._keeps_graph = False  # the running backward is one with create_graph=True
@@ -146,26 +146,26 @@ class Round(RoundFlags):
         self._keeps_graph = torch.is_grad_enabled()
         self.has_callback = True
         call_at_end_of_backward(callback)  # first: it finds what is raised from here on
-        if self.outlived is None:
+        if self.survived is None:
             try:
                 self.begin()
             except FastcommError as error:
-                self._outlive_or_raise(error)
+                self._survive_or_raise(error)
 
-    def outlive(self, error: FastcommError) -> None:
+    def survive(self, error: FastcommError) -> None:
         """Launch no more, and drop the round at its end. The other ranks know the error. Its stack
         would keep the buckets alive.
         """
-        self.outlived = error.with_traceback(None)
+        self.survived = error.with_traceback(None)
 
-    def _outlive_or_raise(self, error: FastcommError) -> None:
-        """Called in a backward, which goes on if an extension outlives the error."""
-        if not self._is_outlived(error):
+    def _survive_or_raise(self, error: FastcommError) -> None:
+        """Called in a backward, which goes on if an extension survives the error."""
+        if not self._is_survived(error):
             raise error
-        self.outlive(error)
+        self.survive(error)
 
-    def _is_outlived(self, error: FastcommError) -> bool:
-        return any(extension.outlives(error) for extension in self.extensions)
+    def _is_survived(self, error: FastcommError) -> bool:
+        return any(extension.survives(error) for extension in self.extensions)
 
     def count_all(self) -> None:
         """Let every gradient that exists take part: no backward tells which are ready."""
@@ -191,12 +191,12 @@ class Round(RoundFlags):
                 self._n_launched < len(self.buckets) - 1
                 and not self.buckets[self._n_launched].n_pending
                 and not self.buckets[self._n_launched].waits_in_launch
-                and self.outlived is None
+                and self.survived is None
             ):
                 self._launch_next()
                 self.buckets[self._n_launched - 1].watch_gradients()
         except FastcommError as error:
-            self._outlive_or_raise(error)
+            self._survive_or_raise(error)
         self._phases.enter(BACKWARD)
 
     def _launch_next(self) -> None:
@@ -234,7 +234,7 @@ class Round(RoundFlags):
             self._launch_next()
 
     def _finish(self) -> None:
-        if self.outlived is not None:
+        if self.survived is not None:
             self._drop()
             return
         try:
@@ -242,16 +242,16 @@ class Round(RoundFlags):
             self._settle()
         except FastcommError as error:
             # the other ranks have heard of it, or will when this one leaves
-            if self._is_outlived(error):
-                self.outlive(error)
+            if self._is_survived(error):
+                self.survive(error)
             self.abort(error)
-            if self.outlived is None:
+            if self.survived is None:
                 raise
         except BaseException as error:
             if self.is_committed:
                 self._settle_in_spite_of(error)
             else:
-                self.fail(error)
+                self.backward_failed(error)
             raise
 
     def _settle(self) -> None:
@@ -275,8 +275,8 @@ class Round(RoundFlags):
     def _settle_or_drop(self) -> State:
         """Settle or drop the gradients of all buckets."""
         self.was_voted_down = any(bucket.is_skipped() for bucket in self.buckets)
-        verdicts = [extension.verdict(self) for extension in self.extensions]
-        is_skipped = self.was_voted_down or any(verdicts)
+        drops = [extension.drops_round(self) for extension in self.extensions]
+        is_skipped = self.was_voted_down or any(drops)
         for bucket in self.buckets:
             if is_skipped:
                 bucket.drop_gradients()
@@ -300,7 +300,7 @@ class Round(RoundFlags):
         if hasattr(interruption, "add_note"):  # Python 3.11
             interruption.add_note(self._note)
 
-    def fail(self, error: BaseException | None = None) -> None:
+    def backward_failed(self, error: BaseException | None = None) -> None:
         """The backward has ended with an exception: abort, unless an extension ends the round
         later. error: None where it is not known.
         """
@@ -314,13 +314,13 @@ class Round(RoundFlags):
         """
         if not self.is_over:
             try:
-                self._leave()
+                self._abandon()
             finally:
                 self._drop()
         if error is not None:
             self._comm.standing.mark(error)
 
-    def _leave(self) -> None:
+    def _abandon(self) -> None:
         """Let the other ranks know."""
         self.has_callback = False
         if self._comm.n_abandoned != self._n_abandoned:

@@ -33,7 +33,7 @@ MUTATIONS = (
         name="skips: an exception in the reduction abandons the round, in a block, too",
         file="fastcomm/reducer/round.py",
         within="Round._finish",
-        old="self.fail(error)",
+        old="self.backward_failed(error)",
         new="self.abort(error)",
         tests=_EXCEPTION,
     ),

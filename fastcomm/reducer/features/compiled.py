@@ -63,14 +63,14 @@ class Compiled:
         """Compiles graphs again if parameters lie in other buckets than before."""
         if not buckets or self._first() is buckets[0]:
             return
-        self._refuse_stranger(buckets)
+        self._refuse_unattached(buckets)
         plan = [bucket.names for bucket in buckets]
         if plan != self._plan:
             self._forward_as_planned = self._compile().forward
             self._plan = plan
         self._first = weakref.ref(buckets[0])
 
-    def _refuse_stranger(self, buckets: Sequence[Bucket]) -> None:
+    def _refuse_unattached(self, buckets: Sequence[Bucket]) -> None:
         """Raises ValueError if the module has none of the reducer's parameters."""
         own = {id(parameter) for parameter in self._model.parameters()}
         if own.isdisjoint(_bucket_of(buckets)):

@@ -41,7 +41,7 @@ NOT_CAUGHT_UP = (
     "reducer, optimizer) on every rank, with all that keeps something from step to step, or loop "
     "by reducer.elastic()"
 )
-_OUTLIVED = (PeerLostError, TimeoutError, AbandonedError)
+_SURVIVED = (PeerLostError, TimeoutError, AbandonedError)
 _LOOK_S = 1.0  # how often one rank looks for those that wait to be taken in
 _NO_BATCH: Any = object()
 
@@ -161,12 +161,12 @@ class Elastic(RoundExtension):
         self._reducers, self._state = reducers, state
         self._taken: list[Any] = []  # the batches of the step under way
         self._again: list[Any] = []  # those of a step that was dropped
-        self.outlived: FastcommError | None = None  # why the step under way is dropped
+        self.survived: FastcommError | None = None  # why the step under way is dropped
         self._last_look = 0.0
 
     @property
     def drops_step(self) -> bool:
-        return self.outlived is not None
+        return self.survived is not None
 
     def features(self) -> Mapping[Feature, str]:
         return {Feature.REBUILD: "elastic()"}
@@ -211,9 +211,9 @@ class Elastic(RoundExtension):
                 return
             self._taken.append(coming.pop(0))
             yield self._taken[-1]
-            if self.outlived is not None and self._comm.failure is not None:
+            if self.survived is not None and self._comm.failure is not None:
                 self._go_on()
-            self.outlived = None
+            self.survived = None
 
     def _vote(self, has_batch: bool) -> bool | None:
         """Whether all ranks have a batch; None: they must meet again, as a rank is lost, or
@@ -228,7 +228,7 @@ class Elastic(RoundExtension):
                 have_batches, is_complete = on_host(comm, vote).tolist()
             except AbandonedError:  # of the step before
                 continue
-            except _OUTLIVED:
+            except _SURVIVED:
                 return None
             return bool(have_batches) if is_complete else None
 
@@ -244,10 +244,10 @@ class Elastic(RoundExtension):
 
     def before_round(self, round: Round) -> None:
         """Drops what comes after a round that was dropped: no other rank may be there."""
-        if self.outlived is not None:
-            round.outlive(self.outlived)
+        if self.survived is not None:
+            round.survive(self.survived)
 
-    def verdict(self, round: Round) -> bool:
+    def drops_round(self, round: Round) -> bool:
         """Over NCCL, waits for the device: an optimizer's step could not be taken back, if a rank
         turns out to be lost.
         """
@@ -256,13 +256,13 @@ class Elastic(RoundExtension):
             on_host(self._comm, round.buckets[-1].flat[:1])
         return False
 
-    def outlives(self, error: FastcommError) -> bool:
-        return isinstance(error, _OUTLIVED)
+    def survives(self, error: FastcommError) -> bool:
+        return isinstance(error, _SURVIVED)
 
     def after_round(self, round: Round) -> None:
         if round.state is State.DROPPED:
             self._take_again()
-            self.outlived = self.outlived or round.outlived
+            self.survived = self.survived or round.survived
 
     def _take_again(self) -> None:
         """The step under way is dropped: its batches come again."""
@@ -272,7 +272,7 @@ class Elastic(RoundExtension):
         """Ranks that have met again before the loop become equal now."""
         try:
             _catch_up(self._reducers, self._state)
-        except _OUTLIVED:  # another was lost meanwhile
+        except _SURVIVED:  # another was lost meanwhile
             self._go_on()
 
     def _go_on(self) -> None:
@@ -285,5 +285,5 @@ class Elastic(RoundExtension):
                     one.refresh()
                 _catch_up(self._reducers, self._state)
                 return
-            except _OUTLIVED:  # another was lost meanwhile
+            except _SURVIVED:  # another was lost meanwhile
                 continue

@@ -202,7 +202,7 @@ class Join(ProcessBound, Generic[T]):
             validation.copy_from(self._comm, src, [pair for one in named for pair in one], "join()")
         except MismatchError as difference:
             for reducer in reducers:
-                reducer.stand_still(reducer.model(), f"{_APART}: {difference}")
+                reducer.refuse_until_refresh(reducer.model(), f"{_APART}: {difference}")
             self._difference = difference
             return
         if not is_uneven:

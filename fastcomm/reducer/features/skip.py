@@ -143,7 +143,7 @@ class Skipping(RoundExtension):
             elif not statistics.screened(gradient).isfinite():
                 self._found |= _counted(name, gradient)
 
-    def verdict(self, round: Round) -> bool:
+    def drops_round(self, round: Round) -> bool:
         """Whether reduced gradients are not finite. Collective where ranks have their shards."""
         if not self._options.skip_nonfinite or round.was_voted_down:
             return False
