@@ -49,11 +49,9 @@ from fastcomm.transports.group.shards import (
 )
 from fastcomm.transports.group.wire import Wire
 
-# All-reductions that wait are fused if each is so small that its calls cost more than a copy. They
-# are fused up to here: several chunks, so that one travels while another is
-# reduced.
+# All-reductions that wait are fused if each is so small that its calls cost more than a copy.
 FUSABLE_NBYTES = 2**19
-FUSED_NBYTES = 16 * 2**20
+FUSED_NBYTES = 16 * 2**20  # several chunks, so that one travels while another is reduced
 SMALL_NBYTES = 8192  # up to here one exchange of everything is quicker than two of shards
 # Of Gloo's own waits, which count the time in which this process is stopped, and do not name the
 # ranks in their errors: the watchdog ends them before.

@@ -80,7 +80,8 @@ class GroupWork(BucketWork):
         tensors that it writes to; autograd hears of that here and at the end, as somebody may use
         them meanwhile.
         """
-        increment_version(written)
+        if written:
+            increment_version(written)
         self.call, self.written = call, written
         # These hold the tensors. A small payload goes with the announcement.
         self.transfer = transfer
