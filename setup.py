@@ -26,7 +26,7 @@ def extension(name: str) -> Extension:
         ],
         depends=[
             *sorted(glob("kernels/*/*.h")),
-            *(glob("kernels/shm/reduce*.c") if name in REDUCING else ()),
+            *(glob("kernels/shm/reduce*.c") if name == "transports.group.shards" else ()),
             *sorted(glob("fastcomm/**/*.pxd", recursive=True)),
             "setup.py",
         ],
@@ -49,7 +49,6 @@ def extension(name: str) -> Extension:
 
 
 CORE = sorted(glob("kernels/shm/*.c"))
-REDUCING = ("transports.shm.reduce", "transports.group.shards")  # include a part of it
 EXTENSIONS = (
     *(
         "postmortem.flight_recorder",
@@ -65,7 +64,6 @@ EXTENSIONS = (
         "reducer.gradient_state",
         "reducer.hooks",
         "transports.shm.memory",
-        "transports.shm.reduce",
         "transports.shm.ring",
         "transports.shm.bucket",
         "transports.shm.communicator",

