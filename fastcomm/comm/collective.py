@@ -81,6 +81,7 @@ HALVES = tuple(dtype for dtype in FLOATS if dtype.itemsize == 2)  # added in flo
 # a scale for each block: see group/wire.pyx, and nccl/block_wire.pyx for int8.
 WIRE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 BLOCK_DTYPES = (torch.int8, torch.float8_e4m3fn)
+SENT_DTYPES = (*CPU_DTYPES, *BLOCK_DTYPES)  # what else may travel between hosts
 
 BUCKETS_PER_REDUCER = 65536
 # The kinds that go to one rank, or come from one: their root.
@@ -289,12 +290,6 @@ def refuse_error_feedback(backend: str) -> NoReturn:
         "hierarchical keep what a wire_dtype drops. Leave it out, or pass it where "
         "comm.feeds_back_errors"
     )
-
-
-def check_numel(numel: int) -> None:
-    """Checks the size of a tensor to be made. Raises ValueError."""
-    if numel < 0:
-        raise ValueError(f"numel must not be negative; got {numel}")
 
 
 def check_root(name: str, root: int, world_size: int) -> None:

@@ -1,6 +1,7 @@
 """kernels/shm/announcement.h says what the C of this means."""
 
 from libc.stdint cimport uint8_t, uint16_t, uint32_t, uint64_t
+from libc.string cimport memset
 
 from fastcomm.postmortem.flight_recorder cimport Entry, FlightRecorder
 
@@ -35,9 +36,14 @@ cdef extern from "shm/announcement.h" nogil:
     )
 
 
-cdef announcement announced(int kind, int op=*) noexcept  # of no tensor yet
+cdef inline announcement announced(int kind, int op) noexcept:  # of no tensor yet
+    cdef announcement a
+    memset(&a, 0, sizeof(announcement))
+    a.kind, a.op = kind, op
+    return a
+
+
 cdef str kind_of(const announcement *a)
-cdef int op_code(op) except -1
 cdef int bucket_op_code(str op) except -1  # also of those with weights
 cdef object called_by(const announcement *a)  # a words.Called, for messages
 cdef Entry noted(FlightRecorder flight, const announcement *a, uint64_t number)
@@ -53,3 +59,4 @@ cdef class Call:
 
 cdef Call call_of(const announcement *a)
 cdef int dtype_code(dtype) except -1
+cdef size_t itemsize_of(const announcement *a) except 0

@@ -8,13 +8,12 @@ from typing import NamedTuple
 from torch import float8_e5m2
 
 from fastcomm.comm.collective import (
-    BLOCK_DTYPES, BUCKET_OPS, CPU_DTYPES, OPS, NO_DATA, SKIP, canonical_op,
+    BUCKET_OPS, CPU_DTYPES, NO_DATA, SENT_DTYPES, SKIP,
 )
 from fastcomm.comm.words import Called, called
 
 from cpython.bytes cimport PyBytes_FromStringAndSize
 from libc.stdlib cimport free, malloc
-from libc.string cimport memcpy, memset
 
 # Their order is that of the C core's enums. tests/comm/test_collective.py checks that of ops.
 cdef tuple KINDS = (
@@ -22,22 +21,9 @@ cdef tuple KINDS = (
     "gather", "scatter", "all_to_all_single", "reduce_scatter_v", "all_gather_v", "abandon",
 )
 # NCCL takes the last dtype, too.
-cdef tuple OP_NAMES = BUCKET_OPS, DTYPES = (*CPU_DTYPES, *BLOCK_DTYPES, float8_e5m2)
+cdef tuple OP_NAMES = BUCKET_OPS, DTYPES = (*SENT_DTYPES, float8_e5m2)
 cdef dict DTYPE_CODES = {dtype: code for code, dtype in enumerate(DTYPES)}
 cdef dict OP_CODES = {op: code for code, op in enumerate(BUCKET_OPS)}
-cdef dict PLAIN_OP_CODES = {op: OP_CODES[op] for op in OPS}
-
-
-cdef announcement announced(int kind, int op=SHM_SUM) noexcept:
-    cdef announcement a
-    memset(&a, 0, sizeof(announcement))
-    a.kind, a.op = kind, op
-    return a
-
-
-cdef int op_code(op) except -1:
-    code = PLAIN_OP_CODES.get(op) if type(op) is str else None
-    return PLAIN_OP_CODES[canonical_op(op)] if code is None else code
 
 
 cdef int bucket_op_code(str op) except -1:
@@ -83,6 +69,10 @@ cdef int dtype_code(dtype) except -1:
     return DTYPE_CODES[dtype]
 
 
+cdef size_t itemsize_of(const announcement *a) except 0:
+    return DTYPES[a.dtype].itemsize
+
+
 cdef class Call:
     """An announcement as an object. Calls are equal that ranks may make together if none votes."""
 
@@ -116,11 +106,11 @@ cdef class Call:
     @staticmethod
     def of(const unsigned char[:] packed, int world_size):
         """The call that was packed. Raises ValueError if it is none."""
-        cdef announcement found
-        memcpy(&found, &packed[0], min(packed.shape[0], <Py_ssize_t>sizeof(announcement)))
-        if packed.shape[0] != sizeof(announcement) or not is_collective(&found, world_size):
+        cdef bint is_whole = packed.shape[0] == sizeof(announcement)
+        cdef const announcement *found = <const announcement *>&packed[0] if is_whole else NULL
+        if found == NULL or not is_collective(found, world_size):
             raise ValueError(f"{bytes(packed).hex()}, which is no collective")
-        return call_of(&found)
+        return call_of(found)
 
     def __eq__(self, Call one not None):
         return self.it.presence == one.it.presence and is_same_call(&self.it, &one.it, True)

@@ -1,4 +1,12 @@
+from libc.stdint cimport uint64_t
+
 from fastcomm.control.announcement cimport announcement
+
+
+cdef extern from "shm/core.h" nogil:
+    struct shm_piece:
+        void *source
+        uint64_t offset, numel
 
 
 # What a caller asks for. d: what the ranks compare. input, output: where this rank's tensors lie.
@@ -6,6 +14,7 @@ cdef struct Asked:
     announcement d
     char *input
     char *output
+    shm_piece *pieces  # of many tensors that are reduced as one
 
 
 cdef class Front:
@@ -19,9 +28,7 @@ cdef class Front:
     cdef int _check_dtype(self, dtype) except -1
     cdef object _taken(self, tensor, announcement *d, char **data)
     cdef object _run(self, Asked *asked, inp, out, bint async_op)
-    cdef object _run_together(
-        self, Asked *asked, list tensors, list begins, list numels, bint async_op
-    )
+    cdef object _run_together(self, Asked *asked, list tensors, bint async_op)
     cdef object _run_parts(self, Asked *asked, inp, out, parts, bint async_op)
 
     cdef object _viewed(self, tensor, op)

@@ -7,24 +7,34 @@ comm/communicator.py says what the collectives promise.
 
 import torch
 
-from fastcomm.comm.coalesced import as_list, check_together, of_tensor, sizes
 from fastcomm.comm.collective import (
-    CPU_DTYPES, OPS, as_pairs, check_out, check_root, lacks_memory, refuse_dtype,
-    refuse_tensor, shard_of,
+    CPU_DTYPES, OPS, as_pairs, canonical_op, check_out, check_root, lacks_memory, name_of,
+    refuse_dtype, refuse_tensor, shard_of, steps_made,
 )
 from fastcomm.comm.parts import check_rooted, exchanged
 from fastcomm.comm.communicator import Communicator
 
 from libc.stdint cimport uint64_t
+from libc.stdlib cimport free, malloc, qsort
 
 from fastcomm.control.announcement cimport *
+
+
+cdef str TOGETHER = "all_reduce_coalesced"
+cdef dict OP_CODES = {op: code for code, op in enumerate(OPS)}
 
 
 cdef inline Asked ask(int kind, int op) noexcept:
     cdef Asked asked
     asked.d = announced(kind, op)
     asked.input = asked.output = NULL
+    asked.pieces = NULL
     return asked
+
+
+cdef int op_code(op) except -1:
+    code = OP_CODES.get(op) if type(op) is str else None
+    return OP_CODES[canonical_op(op)] if code is None else code
 
 
 cdef class Front:
@@ -72,11 +82,9 @@ cdef class Front:
         """
         return self.run(call_of(&asked.d), inp, out, async_op)
 
-    cdef object _run_together(
-        self, Asked *asked, list tensors, list begins, list numels, bint async_op
-    ):
+    cdef object _run_together(self, Asked *asked, list tensors, bint async_op):
         """As _run, of the all_reduce or the broadcast of many tensors. Those to be broadcast are
-        bytes. begins: the addresses of what is to be reduced.
+        bytes. Of what is reduced, `asked` has the pieces, which it may take over.
         """
         return self.run_together(call_of(&asked.d), tensors, async_op)
 
@@ -94,26 +102,30 @@ cdef class Front:
 
     def all_reduce_coalesced(self, tensors, op="sum", *, bint async_op=False):
         cdef Asked asked = ask(CALL_ALL_REDUCE, op_code(op))
-        cdef list found, taken = [], numels = [], begins = [], ends = []
-        cdef uint64_t numel = 0
-        cdef size_t begin, itemsize = 0
-        cdef Py_ssize_t i
-        found = as_list(tensors)
-        for i, tensor in enumerate(found):
-            try:
-                taken.append(self._taken(tensor, &asked.d, &asked.input))
-            except (TypeError, ValueError) as error:
-                raise of_tensor(i, error) from None
-            if i == 0:  # the others have the same, or are refused
-                itemsize = tensor.dtype.itemsize // (2 if tensor.dtype.is_complex else 1)
-            begin = <size_t>asked.input if asked.d.numel else 0
-            begins.append(begin)
-            ends.append(begin + asked.d.numel * itemsize)
-            numels.append(asked.d.numel)
-            numel += asked.d.numel
-        check_together([tensor.dtype for tensor in found], begins, ends)
-        asked.d.numel, asked.d.place, asked.d.steps = numel, PRIVATE_MEMORY, sizes(numels)
-        return self._run_together(&asked, taken, begins, numels, async_op)
+        cdef list found = as_list(tensors), taken = []
+        cdef uint64_t numel = 0, checksum = 0  # of the sizes
+        cdef Py_ssize_t i, n = len(found)
+        asked.pieces = <shm_piece *>malloc(n * sizeof(shm_piece))
+        try:
+            if asked.pieces == NULL:
+                raise MemoryError("out of memory")
+            for i, tensor in enumerate(found):
+                try:
+                    taken.append(self._taken(tensor, &asked.d, &asked.input))
+                except (TypeError, ValueError) as error:
+                    raise type(error)(f"{TOGETHER}: tensor {i}: {error}") from None
+                asked.pieces[i] = shm_piece(asked.input, numel, asked.d.numel)
+                if asked.d.numel == 0:  # it shares no memory
+                    asked.pieces[i].source = NULL
+                numel += asked.d.numel
+                checksum = (checksum ^ asked.d.numel) * 0x100000001B3UL  # FNV-1a's prime
+            check_alike([tensor.dtype for tensor in found])
+            check_apart(asked.pieces, n, itemsize_of(&asked.d))
+            asked.d.numel, asked.d.place = numel, PRIVATE_MEMORY
+            asked.d.steps = steps_made(n, checksum >> 32)
+            return self._run_together(&asked, taken, async_op)
+        finally:
+            free(asked.pieces)
 
     def broadcast(self, tensor, src=0, *, bint async_op=False):
         cdef Asked asked = ask(CALL_BROADCAST, SHM_SUM)
@@ -130,7 +142,7 @@ cdef class Front:
         flats = [tensor.detach().view(-1).view(torch.uint8) for tensor in taken]
         asked.d.root, asked.d.numel = src, sum(map(len, flats))
         asked.d.dtype = asked.d.wire = dtype_code(torch.uint8)
-        self._run_together(&asked, flats, None, None, False)
+        self._run_together(&asked, flats, False)
 
     def all_gather_single(self, out, inp, *, bint async_op=False):
         cdef Asked asked = ask(CALL_ALL_GATHER, SHM_SUM)
@@ -180,6 +192,32 @@ cdef class Front:
         self._check_usable()
         return self._run(&asked, None, None, async_op)
 
+    # -- memory, and the end: a transport has _empty, _abandon, _close and _abort --
+
+    def empty(self, numel, *, dtype):
+        refusal = self.standing.refusal()
+        if refusal is not None:
+            raise refusal
+        self._check_dtype(dtype)
+        if numel < 0:
+            raise ValueError(f"numel must not be negative; got {numel}")
+        return self._empty(numel, dtype)
+
+    def abandon(self, *, bint in_any_case=False):
+        if in_any_case:
+            self._abandon()
+        elif not self.standing.is_told():
+            self._abandon()
+            self.standing.leave_backward(self.rank)
+
+    def close(self):
+        self.end_channels(aborts=False)
+        self._close()
+
+    def abort(self):
+        self.end_channels(aborts=True)
+        self._abort()
+
     def check_tensor(self, tensor):
         cdef Asked asked = ask(CALL_BROADCAST, SHM_SUM)
         self._taken(tensor, &asked.d, &asked.input)
@@ -200,6 +238,60 @@ cdef class Front:
         if not is_here or not tensor.is_contiguous() or tensor.is_neg() or lacks_memory(tensor):
             refuse_tensor(tensor, self.backend, self.device)
         return tensor
+
+
+cdef list as_list(tensors):
+    """Raises ValueError or TypeError for what is no sequence, or has no tensors."""
+    if isinstance(tensors, torch.Tensor):
+        raise TypeError(f"{TOGETHER} takes a sequence of tensors; got one: all_reduce takes that")
+    try:
+        found = list(tensors)
+    except TypeError:
+        raise TypeError(
+            f"{TOGETHER} takes a sequence of tensors; got {type(tensors).__name__}"
+        ) from None
+    if not found:
+        raise ValueError(f"{TOGETHER}: there are no tensors in the sequence")
+    return found
+
+
+cdef int check_alike(list dtypes) except -1:
+    """Raises TypeError unless they are one."""
+    if dtypes.count(dtypes[0]) < len(dtypes):
+        i = next(i for i, dtype in enumerate(dtypes) if dtype != dtypes[0])
+        raise TypeError(
+            f"{TOGETHER}: tensor 0 is {name_of(dtypes[0])}, tensor {i} is {name_of(dtypes[i])}: "
+            "make a call for each dtype"
+        )
+    return 0
+
+
+cdef int check_apart(const shm_piece *pieces, size_t n, size_t itemsize) except -1:
+    """Raises ValueError where two share memory: then one ends behind where the next begins."""
+    cdef const shm_piece **by_address = <const shm_piece **>malloc(n * sizeof(shm_piece *))
+    cdef const shm_piece *one
+    cdef const shm_piece *following
+    cdef size_t i
+    if by_address == NULL:
+        raise MemoryError("out of memory")
+    try:
+        for i in range(n):
+            by_address[i] = &pieces[i]
+        qsort(by_address, n, sizeof(shm_piece *), _order_of)
+        for i in range(n - 1):
+            one, following = by_address[i], by_address[i + 1]
+            if <char *>one.source + one.numel * itemsize > <char *>following.source:
+                first, second = sorted([one - pieces, following - pieces])
+                raise ValueError(f"{TOGETHER}: tensors {first} and {second} share memory")
+    finally:
+        free(by_address)
+    return 0
+
+
+cdef int _order_of(const void *one, const void *other) noexcept nogil:
+    cdef const shm_piece *a = (<const shm_piece **>one)[0]
+    cdef const shm_piece *b = (<const shm_piece **>other)[0]
+    return -1 if a.source < b.source or a.source == b.source and a < b else 1
 
 
 for _name, _method in vars(Front).items():  # what is promised is written once

@@ -183,9 +183,7 @@ def _communicator(
     """Makes the communicator, once the ranks have met."""
     place = bootstrap.rank, bootstrap.world_size, neighbours.local_rank
     if neighbours.backend == "nccl":
-        return NcclCommunicator(  # type: ignore[abstract]
-            *place, bootstrap, timeout, device, neighbours.ranks
-        )
+        return NcclCommunicator(*place, bootstrap, timeout, device, neighbours.ranks)
     if neighbours.backend == "shm":
         away = [r for r in range(bootstrap.world_size) if r not in neighbours.ranks]
         if away:
@@ -194,7 +192,7 @@ def _communicator(
                 "host (or in another container). The shm transport needs all ranks on one host; "
                 "across hosts use 'hierarchical', or 'auto'"
             )
-        return ShmCommunicator(*place, bootstrap, timeout)  # type: ignore[abstract]
+        return ShmCommunicator(*place, bootstrap, timeout)
     # Also where ranks meet in a user's group: what else the user does with that is not disturbed.
     ranks = neighbours.ranks
     if neighbours.backend == "group" or max(map(len, neighbours.hosts)) == 1:
@@ -202,10 +200,10 @@ def _communicator(
     else:
         here = ranks.index(bootstrap.rank), len(ranks), neighbours.local_rank
         of_host = _OneHost(bootstrap, ranks)
-        shm = ShmCommunicator(*here, of_host, UNLIMITED)  # type: ignore[abstract]
+        shm = ShmCommunicator(*here, of_host, UNLIMITED)
         exchange = Exchange(bootstrap.rank, neighbours.hosts, shm)
     of = GroupCommunicator if neighbours.backend == "group" else HierarchicalCommunicator
-    return of(*place, bootstrap, timeout, ranks, exchange)  # type: ignore[abstract]
+    return of(*place, bootstrap, timeout, ranks, exchange)
 
 
 class _OneHost:

@@ -22,9 +22,8 @@ from torch import Tensor
 from fastcomm.comm import messages
 from fastcomm.comm.collective import (
     BLOCK_DTYPES,
-    CPU_DTYPES,
+    SENT_DTYPES,
     WIRE_DTYPES,
-    check_numel,
     refuse_dtype,
 )
 from fastcomm.comm.parts import Parts, equal_parts
@@ -38,8 +37,6 @@ from fastcomm.transports.group.shards import CodedExchanges, Transfer
 from fastcomm.transports.group.wire import Wire
 from fastcomm.transports.group.work import GroupBucket, GroupWork
 from fastcomm.transports.group.work_queue import WorkQueue
-
-_SENT = (*CPU_DTYPES, *BLOCK_DTYPES)  # dtypes in which buckets travel
 
 
 class GroupCommunicator(Front, Transport):
@@ -81,12 +78,8 @@ class GroupCommunicator(Front, Transport):
 
     # -- collectives -------------------------------------------------------------------------------
 
-    def empty(self, numel: int, *, dtype: torch.dtype) -> Tensor:
+    def _empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         """A group alone reaches no memory without a copy."""
-        self._queue.check_usable()
-        if dtype not in CPU_DTYPES:
-            refuse_dtype(dtype, CPU_DTYPES)
-        check_numel(numel)
         return self._exchange.empty(numel, dtype)
 
     def check_usable(self) -> None:
@@ -157,8 +150,8 @@ class GroupCommunicator(Front, Transport):
         error_feedback: bool = False,
     ) -> GroupBucket:
         """There are no lanes: the ranks share one network. Every rank gets the whole result."""
-        if wire_dtype is not None and wire_dtype not in _SENT:
-            refuse_dtype(wire_dtype, _SENT, "wire_dtype")
+        if wire_dtype is not None and wire_dtype not in SENT_DTYPES:
+            refuse_dtype(wire_dtype, SENT_DTYPES, "wire_dtype")
         exchange = self._exchange
         if wire_dtype is not None and (wire_dtype in BLOCK_DTYPES or error_feedback):
             wire = Wire(wire_dtype, error_feedback=error_feedback)
@@ -194,24 +187,13 @@ class GroupCommunicator(Front, Transport):
     def check(self) -> None:
         self._queue.check()
 
-    def abandon(self, *, in_any_case: bool = False) -> None:
-        """Finishes what all ranks have announced; begins nothing that waits.
-
-        What a signal handler raises is raised once the ranks have met; see GroupWork.wait.
-        """
-        if not in_any_case and self.standing.is_told():
-            return
+    def _abandon(self) -> None:
         self._queue.abandon()
-        if not in_any_case:
-            self.standing.leave_backward(self.rank)
 
-    def abort(self) -> None:
-        self.end_channels(aborts=True)
+    def _abort(self) -> None:
         self._queue.abort()
 
-    def close(self) -> None:
-        """Peers that still wait for this rank get PeerLostError."""
-        self.end_channels(aborts=False)
+    def _close(self) -> None:
         self._queue.close()
 
 

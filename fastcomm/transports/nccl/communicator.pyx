@@ -10,7 +10,7 @@ bootstrap.py.
 import torch
 
 from fastcomm.comm.collective import (
-    OPS, WIRE_DTYPES, addends_of_mean, check_numel, mean_of_addends, real_numel,
+    OPS, WIRE_DTYPES, addends_of_mean, mean_of_addends, real_numel,
     refuse_error_feedback,
 )
 from fastcomm.comm.communicator import Work
@@ -165,25 +165,15 @@ cdef class NcclCommunicator(Front, Transport):
             self.end_channels(aborts=False)
         self.link.close(timeout)
 
-    def abort(self):
-        """Ends the use of this communicator at once, on this rank and, by PeerLostError, on the
-        others.
-        """
-        self.end_channels(aborts=True)
+    def _abort(self):
         self.link.abort()
 
-    def abandon(self, *, bint in_any_case=False):
-        """Ends NCCL's communicators on every rank; the ranks meet again at their next collective.
-
-        What other ranks have launched in this round is lost. They may learn of it a step later.
+    def _abandon(self):
+        """What other ranks have launched in this round is lost. They may learn of it a step later.
         What came before the round all ranks have, also one that is late.
         """
         self.link.check_open()
-        if not in_any_case and self.link.standing.is_told():
-            return
         self.link.abandon()
-        if not in_any_case:
-            self.link.standing.leave_backward(self.rank)
 
     def keep_times(self, bint is_on):
         """At first waits for the current stream."""
@@ -217,17 +207,10 @@ cdef class NcclCommunicator(Front, Transport):
 
     # -- memory --
 
-    def empty(self, numel, *, dtype):
-        """A flat tensor of `numel` elements in memory that NCCL has allocated, uninitialised. A
-        bucket made of it is a window. Local: no peer is asked.
-
-        The memory lives as long as the tensor, also after close(). Synchronises the device if there
-        is memory of dropped tensors to free. Raises ValueError for a negative numel, TypeError for
-        a dtype that NCCL does not reduce, NcclError when the memory is used up.
+    def _empty(self, numel, dtype):
+        """A bucket made of it is a window. Synchronises the device if there is memory of dropped
+        tensors to free. Raises NcclError when the memory is used up.
         """
-        self.link.check_open()
-        dtype_number(dtype)
-        check_numel(numel)
         if numel == 0 or nccl.mem_alloc == NULL:
             return torch.empty(numel, dtype=dtype, device=self.device)
         self.refuse_capture("empty()")
@@ -337,9 +320,7 @@ cdef class NcclCommunicator(Front, Transport):
         wide = addends_of_mean(tensor, self.world_size)
         return self._collective(ALL_REDUCE, wide, wide, op, 0, async_op, tensor)
 
-    cdef object _run_together(
-        self, Asked *asked, list tensors, list begins, list numels, bint async_op
-    ):
+    cdef object _run_together(self, Asked *asked, list tensors, bint async_op):
         """One launch, of a group of calls: the tensors stay where they are."""
         cdef Kind kind = ALL_REDUCE if asked.d.kind == CALL_ALL_REDUCE else BROADCAST
         op, outs = None, [tensor.detach() for tensor in tensors]

@@ -16,7 +16,8 @@ from fastcomm.comm.gradient_slot cimport GradientSlot
 from fastcomm.control.announcement cimport (
     CALL_ALL_REDUCE, CALL_REDUCE_SCATTER_V, VOTES_TO_SKIP, announced, announcement, bucket_op_code,
 )
-from fastcomm.transports.shm.core cimport shm_counting, shm_piece
+from fastcomm.control.front cimport shm_piece
+from fastcomm.transports.shm.core cimport shm_counting
 from fastcomm.transports.shm.ring cimport Ring, ShmWork
 
 

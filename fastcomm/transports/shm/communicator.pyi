@@ -1,5 +1,9 @@
 from abc import ABCMeta
 
+from fastcomm.comm.transport import Transport
 from fastcomm.control.front import Front
 
-class ShmCommunicator(Front, metaclass=ABCMeta): ...
+class ShmCommunicator(Front, metaclass=ABCMeta):
+    bind_bucket = Transport.bind_bucket
+    all_gather_v = Transport.all_gather_v
+    check = Transport.check

@@ -10,16 +10,14 @@ from itertools import accumulate, chain
 
 import torch
 
-from fastcomm.comm.collective import (
-    CPU_DTYPES, WIRE_DTYPES, check_numel, refuse_dtype, refuse_error_feedback,
-)
+from fastcomm.comm.collective import WIRE_DTYPES, refuse_error_feedback
 from fastcomm.comm.transport import Transport
 from fastcomm.errors import InitError, has_aborted, has_closed
 from fastcomm.transports.shm.bucket import ShmBucket
 from fastcomm.transports.shm.memory import keep_freed_memory
 from fastcomm.transports.shm.ring import MAX_RANKS
 
-from libc.stdint cimport uint32_t, uint64_t
+from libc.stdint cimport uint32_t
 
 from fastcomm.control.announcement cimport *
 from fastcomm.control.front cimport Asked, Front
@@ -50,34 +48,18 @@ cdef class ShmCommunicator(Front, Transport):
         self.processes = self.ring.segments.processes
         self.standing, self.flight = self.ring.standing, self.ring.flight
 
-    def close(self):
-        """Ends the use of this communicator on this rank; peers that still wait for it get
-        PeerLostError. Tensors stay valid.
-        """
-        self.end_channels(aborts=False)
+    def _close(self):
         self.ring.close(SHM_CLOSED, has_closed(self.rank))
 
-    def abort(self):
-        """Closes, and tells the peers that something went wrong: their collectives end with
-        PeerLostError at once.
-        """
-        self.end_channels(aborts=True)
+    def _abort(self):
         self.ring.close(SHM_ABORTED, has_aborted(self.rank))
 
-    # -- memory --
-
-    def empty(self, numel, *, dtype):
-        """A flat tensor of `numel` elements in shared memory, uninitialised (zero when the memory
-        is new). Local: no peer is asked.
-
-        Collectives on it take the direct path: no copy. The memory lives as long as the tensor,
-        also after close(). Raises ValueError for a negative numel, TypeError for a dtype the
-        transport does not reduce, MemoryError.
-        """
+    def _abandon(self):
         self.ring.check_usable()
-        if dtype not in CPU_DTYPES:
-            refuse_dtype(dtype, CPU_DTYPES)
-        check_numel(numel)
+        self.ring.abandon()
+
+    def _empty(self, numel, dtype):
+        """Zero where the memory is new. Collectives on it take the direct path: no copy."""
         if numel == 0:
             return torch.empty(0, dtype=dtype, device="cpu")
         block = Block(self.ring.arena, numel * dtype.itemsize)
@@ -95,22 +77,11 @@ cdef class ShmCommunicator(Front, Transport):
     cdef object _run(self, Asked *asked, inp, out, bint async_op):
         return self.ring.call(&asked.d, inp, asked.input, out, asked.output, async_op)
 
-    cdef object _run_together(
-        self, Asked *asked, list tensors, list begins, list numels, bint async_op
-    ):
+    cdef object _run_together(self, Asked *asked, list tensors, bint async_op):
         """The tensors stay where they are: what each rank reduces is read and written there."""
         cdef ShmWork work = ShmWork.__new__(ShmWork)
-        cdef uint64_t offset = 0, numel
-        cdef size_t begin
-        cdef Py_ssize_t i
         work.ring, work.written = self.ring, tuple(tensors)
-        work.take_pieces(len(tensors))
-        for i in range(len(tensors)):
-            begin, numel = begins[i], numels[i]
-            if numel:
-                work.pieces[work.n_pieces] = shm_piece(<void *>begin, offset, numel)
-                work.n_pieces += 1
-                offset += numel
+        work.pieces, work.n_pieces, asked.pieces = asked.pieces, len(tensors), NULL
         asked.input = asked.output = NULL
         return self._posted(asked, work, async_op)
 
@@ -154,14 +125,6 @@ cdef class ShmCommunicator(Front, Transport):
         self.ring.check_usable()
         self.ring.hear()
 
-    def abandon(self, *, bint in_any_case=False):
-        self.ring.check_usable()
-        if not in_any_case and self.ring.standing.is_told():
-            return
-        self.ring.abandon()
-        if not in_any_case:
-            self.ring.standing.leave_backward(self.rank)
-
     def bind_bucket(
         self, flat, list views, list offsets, *, wire_dtype, uint32_t label, int lane=0,
         tuple bounds=None,
@@ -178,7 +141,7 @@ cdef class ShmCommunicator(Front, Transport):
 
     def all_gather_v(self, flat, tuple bounds, *, uint32_t label=0):
         """Every rank reads the others' shards where they lie."""
-        cdef announcement d = announced(CALL_ALL_GATHER_V)
+        cdef announcement d = announced(CALL_ALL_GATHER_V, SHM_SUM)
         cdef char *data = self.ring.check(flat, &d)
         cdef ShmWork work = ShmWork.__new__(ShmWork)
         if d.place == PRIVATE_MEMORY and d.numel:

@@ -3,6 +3,7 @@
 from libc.stdint cimport uint32_t, uint64_t
 
 from fastcomm.control.announcement cimport announcement
+from fastcomm.control.front cimport shm_piece
 
 
 cdef extern from "shm/core.h" nogil:
@@ -10,10 +11,6 @@ cdef extern from "shm/core.h" nogil:
         SHM_MAX_RANKS, SHM_RING
         SHM_OK, SHM_AGAIN, SHM_MISMATCH, SHM_PEER_LOST, SHM_ABANDONED
         SHM_ALIVE, SHM_CLOSED, SHM_ABORTED, SHM_DROPPED, SHM_ENDED, SHM_RAISED
-
-    struct shm_piece:
-        void *source
-        uint64_t offset, numel
 
     struct shm_counting:
         uint64_t numel

@@ -315,7 +315,7 @@ cdef class Ring:
         return work
 
     cdef bint follow(self) except -1:
-        cdef announcement d = announced(CALL_ALL_REDUCE)
+        cdef announcement d = announced(CALL_ALL_REDUCE, SHM_SUM)
         d.presence = HAS_NO_DATA
         self.check_usable()
         self.call(&d, None, NULL, None, NULL, False)
@@ -431,7 +431,7 @@ cdef class Ring:
         """Posts CALL_ABANDON against what the peers have still posted, until all ranks stand at the
         same number. What was posted before ends here as it does on all ranks.
         """
-        cdef announcement d = announced(CALL_ABANDON)
+        cdef announcement d = announced(CALL_ABANDON, SHM_SUM)
         cdef ShmWork work
         self.standing.n_abandoned += 1
         self.is_realigning = True
