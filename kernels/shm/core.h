@@ -58,6 +58,16 @@ struct shm_counting {
     bool adds_squares;
 };
 
+struct shm_outcome {
+    bool has_no_data; /* of any rank */
+    bool is_skipped;  /* a rank has voted so */
+    bool is_counted;  /* then `statistics` are of the whole result */
+    struct shm_statistics statistics;
+    /* When all ranks were seen to have posted it, and when this rank was through with its part; in
+     * ns of CLOCK_MONOTONIC, 0 if not noted. */
+    uint64_t began_ns, ended_ns;
+};
+
 struct shm_comm;
 
 size_t shm_control_bytes(void);
@@ -89,10 +99,6 @@ int shm_post(struct shm_comm *comm, const struct announcement *announcement, con
  * never wait). */
 int shm_wait(struct shm_comm *comm, uint32_t seq, uint64_t slice_ns);
 
-/* Of a collective `seq` that this rank has posted without data, one of the newest SHM_RING, that
- * has ended with SHM_OK: whether no rank has any. */
-int shm_all_lack_data(const struct shm_comm *comm, uint32_t seq);
-
 /* Waits until one more collective can be posted, with the results of shm_wait. */
 int shm_make_room(struct shm_comm *comm, uint64_t slice_ns);
 
@@ -103,19 +109,8 @@ uint64_t shm_progress(const struct shm_comm *comm);
  * once more, or, with -1, once less. */
 void shm_keep_times(struct shm_comm *comm, int change);
 
-/* When all ranks were seen to have posted collective `seq`, one of the newest SHM_RING, and when
- * this rank was through with its part; in ns of CLOCK_MONOTONIC, 0 if not noted. */
-void shm_times_of(const struct shm_comm *comm, uint32_t seq, uint64_t *began_ns,
-                  uint64_t *ended_ns);
-
-/* What all ranks have counted of collective `seq`, one of the newest SHM_RING that are complete.
- * Returns false where they have not. */
-bool shm_statistics_of(const struct shm_comm *comm, uint32_t seq,
-                       struct shm_statistics *statistics);
-
-/* Whether a rank has voted to skip collective `seq`, one of the newest SHM_RING that are complete.
- */
-int shm_is_skipped(const struct shm_comm *comm, uint32_t seq);
+/* What has come of collective `seq`, one of the newest SHM_RING that are complete. */
+struct shm_outcome shm_outcome_of(const struct shm_comm *comm, uint32_t seq);
 
 /* Whether `d` is what rank `rank` can have posted: a collective, and a tensor in its segment. */
 bool shm_is_possible(const struct shm_comm *comm, int rank, const struct announcement *d);

@@ -303,10 +303,6 @@ int shm_wait(struct shm_comm *comm, uint32_t seq, uint64_t slice_ns) {
     return SHM_PEER_LOST;
 }
 
-int shm_all_lack_data(const struct shm_comm *comm, uint32_t seq) {
-    return comm->ring[seq % SHM_RING].announcement.presence == HAS_NO_DATA;
-}
-
 int shm_make_room(struct shm_comm *comm, uint64_t slice_ns) {
     int status = wait_until(comm, is_settled, comm->next - SHM_RING, slice_ns);
     return status == SHM_MISMATCH || status == SHM_ABANDONED
@@ -323,15 +319,9 @@ void shm_keep_times(struct shm_comm *comm, int change) {
     comm->n_timekeepers += change;
 }
 
-void shm_times_of(const struct shm_comm *comm, uint32_t seq, uint64_t *began_ns,
-                  uint64_t *ended_ns) {
-    const struct collective *c = &comm->ring[seq % SHM_RING];
-    *began_ns = c->began_ns;
-    *ended_ns = c->ended_ns;
-}
-
-bool shm_statistics_of(const struct shm_comm *comm, uint32_t seq,
-                       struct shm_statistics *statistics) {
+/* Adds up what all ranks have counted. Returns false where they have not. */
+static bool add_counted(const struct shm_comm *comm, uint32_t seq,
+                        struct shm_statistics *statistics) {
     const struct collective *c = &comm->ring[seq % SHM_RING];
     bool is_counted = c->counting.numel > 0 && is_float(c->announcement.dtype);
     *statistics = c->statistics;
@@ -350,8 +340,14 @@ bool shm_statistics_of(const struct shm_comm *comm, uint32_t seq,
     return true;
 }
 
-int shm_is_skipped(const struct shm_comm *comm, uint32_t seq) {
-    return comm->ring[seq % SHM_RING].is_skipped;
+struct shm_outcome shm_outcome_of(const struct shm_comm *comm, uint32_t seq) {
+    const struct collective *c = &comm->ring[seq % SHM_RING];
+    struct shm_outcome outcome = {.has_no_data = c->announcement.presence == HAS_NO_DATA,
+                                  .is_skipped = c->is_skipped,
+                                  .began_ns = c->began_ns,
+                                  .ended_ns = c->ended_ns};
+    outcome.is_counted = add_counted(comm, seq, &outcome.statistics);
+    return outcome;
 }
 
 int shm_stalled_on(const struct shm_comm *comm) {

@@ -23,7 +23,7 @@ MUTATIONS = (
     Mutation(
         name="counts: a rank knows its own part alone",
         file=PROTOCOL,
-        within="shm_statistics_of",
+        within="add_counted",
         old="statistics->square_sum += theirs->statistics.square_sum;",
         new="statistics->square_sum += r == comm->rank ? theirs->statistics.square_sum : 0;",
         tests=_NORM,

@@ -143,15 +143,15 @@ cdef class ShmBucket(GatheringBucket):
     def square_sum(self):
         """The gradients are as the last launch has left them."""
         cdef ShmWork work = self.posted
-        if work is None or not work.was_counted or isnan(work.statistics.square_sum):
+        if work is None or not work.outcome.is_counted or isnan(work.outcome.statistics.square_sum):
             return None  # of NaNs, too
-        square_sum = work.statistics.square_sum
+        square_sum = work.outcome.statistics.square_sum
         return torch.tensor(square_sum, dtype=torch.float64, device="cpu")
 
     def n_nonfinite(self):
-        if self.posted is None or not self.posted.was_counted:
+        if self.posted is None or not self.posted.outcome.is_counted:
             return None
-        n_nonfinite = self.posted.statistics.n_nonfinite
+        n_nonfinite = self.posted.outcome.statistics.n_nonfinite
         return torch.tensor(n_nonfinite, dtype=torch.int64, device="cpu")
 
 

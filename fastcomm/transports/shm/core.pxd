@@ -20,6 +20,11 @@ cdef extern from "shm/core.h" nogil:
         uint64_t n_nonfinite
         double square_sum
 
+    struct shm_outcome:
+        bint has_no_data, is_skipped, is_counted
+        shm_statistics statistics
+        uint64_t began_ns, ended_ns
+
     struct shm_comm
 
     size_t shm_control_bytes()
@@ -30,13 +35,10 @@ cdef extern from "shm/core.h" nogil:
                  const shm_piece *pieces, size_t n_pieces, const uint64_t *bounds,
                  shm_counting counting, uint32_t *seq)
     int shm_wait(shm_comm *comm, uint32_t seq, uint64_t slice_ns)
-    int shm_all_lack_data(const shm_comm *comm, uint32_t seq)
     int shm_make_room(shm_comm *comm, uint64_t slice_ns)
     uint64_t shm_progress(const shm_comm *comm)
     void shm_keep_times(shm_comm *comm, int change)
-    void shm_times_of(const shm_comm *comm, uint32_t seq, uint64_t *began_ns, uint64_t *ended_ns)
-    bint shm_statistics_of(const shm_comm *comm, uint32_t seq, shm_statistics *statistics)
-    int shm_is_skipped(const shm_comm *comm, uint32_t seq)
+    shm_outcome shm_outcome_of(const shm_comm *comm, uint32_t seq)
     bint shm_is_possible(const shm_comm *comm, int rank, const announcement *d)
     int shm_stalled_on(const shm_comm *comm)
     uint32_t shm_posted(const shm_comm *comm, int rank)

@@ -21,11 +21,10 @@ cdef class ShmWork:
     cdef size_t n_pieces
     cdef str op
     cdef UsedMask used_mask
-    cdef bint finished, was_skipped, was_counted
+    cdef bint finished
     cdef shm_counting counting
-    cdef shm_statistics statistics
+    cdef shm_outcome outcome
     cdef object error
-    cdef uint64_t began_ns, ended_ns  # 0 if not noted
     cdef Entry entry  # once it is to be posted
 
     cdef int take_bounds(self, tuple bounds) except -1

@@ -101,10 +101,11 @@ cdef class ShmWork:
         return self.used_mask.present(self.op)
 
     def is_skipped(self):
-        return self.was_skipped
+        return self.outcome.is_skipped
 
     def times(self):
-        return (0, self.began_ns, self.ended_ns) if self.ended_ns else None
+        it = self.outcome
+        return (0, it.began_ns, it.ended_ns) if it.ended_ns else None
 
     cdef int take_bounds(self, tuple bounds) except -1:
         """Keeps them for the C core."""
@@ -319,7 +320,7 @@ cdef class Ring:
         d.presence = HAS_NO_DATA
         self.check_usable()
         self.call(&d, None, NULL, None, NULL, False)
-        return shm_all_lack_data(self.handle, self.last)
+        return shm_outcome_of(self.handle, self.last).has_no_data
 
     cdef int post(self, announcement *d, char *input, char *output, ShmWork work) except -1:
         """Posts a collective; waits only when the ring is full."""
@@ -383,9 +384,7 @@ cdef class Ring:
         error = None if status == SHM_OK else self._uncut(self._failure_of, work.seq, status)
         self.works[work.seq % SHM_RING] = None
         if status == SHM_OK:
-            shm_times_of(self.handle, work.seq, &work.began_ns, &work.ended_ns)
-            work.was_skipped = shm_is_skipped(self.handle, work.seq)
-            work.was_counted = shm_statistics_of(self.handle, work.seq, &work.statistics)
+            work.outcome = shm_outcome_of(self.handle, work.seq)
         work.resolve(error)
         # the caller's next call that may raise raises it; until then nothing more is posted
         if status == SHM_ABANDONED and not self.is_realigning:

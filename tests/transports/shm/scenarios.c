@@ -329,8 +329,9 @@ static void verdicts(struct rank *me) {
         uint32_t seq = post(me, &q);
         int status = wait_for(me, seq);
         CHECK(status == verdicts_of[i].status, "row %lu ended with status %d", i, status);
-        CHECK(shm_is_skipped(me->comm, seq) == verdicts_of[i].is_skipped, "row %lu", i);
-        CHECK(status != SHM_OK || shm_all_lack_data(me->comm, seq) == verdicts_of[i].has_no_data,
+        CHECK(shm_outcome_of(me->comm, seq).is_skipped == verdicts_of[i].is_skipped, "row %lu", i);
+        CHECK(status != SHM_OK ||
+                  shm_outcome_of(me->comm, seq).has_no_data == verdicts_of[i].has_no_data,
               "row %lu", i);
     }
     all_reduce_ints(me, 1000, me->shared);
