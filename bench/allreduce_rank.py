@@ -23,7 +23,7 @@ import torch
 from lib import cuda_clock, harness, launch
 from lib.allreduce_mpi import NAMES, world
 from lib.allreduce_options import GROUPS
-from lib.arithmetic import reduce_shards
+from lib.arithmetic import reduction_of
 from torch import Tensor
 
 TIMEOUT = timedelta(seconds=60)
@@ -145,7 +145,7 @@ class Bound:
             torch.zeros(max(1, count // self.settings.world_size), dtype=self.settings.dtype)
             for _ in range(self.settings.world_size)
         ]
-        reduce = functools.partial(reduce_shards, shards, self.settings.op)
+        reduce = reduction_of(shards, self.settings.op)
         return Prepared(shards[0], shards[0], reduce, reduce)
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""reduce_shards: the arithmetic of an all-reduce over shared memory, without its flags."""
+"""reduction_of: the arithmetic of an all-reduce over shared memory, without its flags."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import functools
 import os
 import subprocess
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 from torch import Tensor
@@ -28,14 +29,19 @@ def core() -> ctypes.CDLL:
         return ctypes.CDLL(library.name)
 
 
-def reduce_shards(shards: list[Tensor], op: str) -> bool:
-    """Reduces flat tensors of one dtype and numel, and writes the result into every one of them, in
-    one pass. Returns whether it has an infinity or a NaN; of one tensor that is not known, and the
-    answer True.
+def reduction_of(shards: list[Tensor], op: str) -> Callable[[], bool]:
+    """A call that reduces flat tensors of one dtype and numel, and writes the result into every one
+    of them, in one pass. It returns whether the result has an infinity or a NaN; of one tensor that
+    is not known, and the answer True.
     """
     dtype, numel, n = CPU_DTYPES.index(shards[0].dtype), shards[0].numel(), len(shards)
     pointers = (ctypes.c_void_p * n)(*[shard.data_ptr() for shard in shards])
-    found = core().shm_reduce(
-        dtype, OPS.index(op), ctypes.c_size_t(numel), pointers, n, pointers, n
-    )
-    return bool(found & 0xFF)  # a C bool is one byte
+    size = ctypes.c_size_t(numel)
+    reduce = core().shm_reduce
+    reduce.restype = ctypes.c_bool
+
+    def call(_: list[Tensor] = shards) -> bool:  # keeps them alive
+        found: bool = reduce(dtype, OPS.index(op), size, pointers, n, pointers, n)
+        return found
+
+    return call

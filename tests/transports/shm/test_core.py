@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bench.lib.arithmetic import reduce_shards
+from bench.lib.arithmetic import reduction_of
 from tests.fakes.stand_ins import compiled
 from tests.support.reference import (
     DTYPES,
@@ -56,7 +56,7 @@ def test_driver(driver, ranks_are, sizes):
 
 def check(shards, op):
     expected = reduced(shards, op)
-    found = reduce_shards(shards, op)
+    found = reduction_of(shards, op)()
     assert found == (not expected.isfinite().all()) or len(shards) == 1
     for shard in shards:
         assert_same_bits(shard, expected)
@@ -127,7 +127,7 @@ def test_every_16_bit_float_survives_where_subnormals_are_flushed(dtype, flush_s
     """max(x, x) is x, once widened and narrowed."""
     values = every_value(dtype)
     shards = [values.clone(), values.clone()]
-    reduce_shards(shards, "max")
+    reduction_of(shards, "max")()
     numbers = ~(values != values)
     assert torch.equal(shards[0].view(torch.int16)[numbers], values.view(torch.int16)[numbers])
     assert (shards[0] != shards[0])[~numbers].all()
@@ -156,6 +156,6 @@ def test_float16_results_are_right_where_subnormals_are_flushed(flush_subnormals
         expected = reduced([one, other], "sum")
         torch.set_flush_denormal(True)
         shards = [one.clone(), other.clone()]
-        reduce_shards(shards, "sum")
+        reduction_of(shards, "sum")()
         torch.set_flush_denormal(False)
         assert_same_bits(shards[0], expected)
