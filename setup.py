@@ -61,7 +61,7 @@ EXTENSIONS = (
         "transports.group.wire",
         "transports.group.shards",
         "insight.recorder",
-        "reducer.gradient_state",
+        "reducer.gradients",
         "reducer.hooks",
         "transports.shm.memory",
         "transports.shm.ring",

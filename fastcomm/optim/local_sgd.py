@@ -226,7 +226,7 @@ class LocalSGD(ProcessBound):
         self._core.end_local_steps()
         self._core.n_unsynced = 0
         for bucket in self._core.buckets:
-            bucket.gradient_state.begin_period()
+            bucket.gradients.forget()
 
     def _sync(self) -> None:
         """What a signal handler raises meanwhile is raised afterwards, if the other ranks count on
@@ -494,7 +494,7 @@ def _average(
     if buckets and comm.has_streams:
         interruption = _await_device(comm, buckets) or interruption
     for bucket in buckets:
-        bucket.gradient_state.forget_rounds()
+        bucket.gradients.forget()
     return interruption
 
 

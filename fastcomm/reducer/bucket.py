@@ -18,14 +18,13 @@ from fastcomm.comm.transport import BoundBucket, BucketWork, Part, Transport
 from fastcomm.comm.words import OTHERS_GRADIENT, advice_on_bucket
 from fastcomm.errors import FastcommError, MismatchError, add_to_first_line
 from fastcomm.reducer.autograd import is_hooked_behind
-from fastcomm.reducer.gradient_state import GradientState, checksum
+from fastcomm.reducer.gradients import Gradients, checksum
 from fastcomm.reducer.hooks import Counter, GradientHook
 from fastcomm.reducer.layout import (
     BucketLayout,
     strides_of,
     view_of,
 )
-from fastcomm.reducer.sample import Sample
 from fastcomm.reducer.validation import grad_dtype, misfit_in_slot
 
 if TYPE_CHECKING:
@@ -53,12 +52,10 @@ class Bucket(Counter):
         *,
         numel: int,
         is_copied: bool,
-        n_rounds: int,
     ) -> None:
         """named: the parameters, among which the layout has chosen. bind: makes what reduces the
         flat buffer, of that, the gradients in it, and their offsets. numel: of the flat buffer,
-        without what is behind the gradients. is_copied: a copy travels, in another dtype. n_rounds:
-        how many of the reducer's have ended.
+        without what is behind the gradients. is_copied: a copy travels, in another dtype.
         """
         own = [named[slot.index] for slot in layout.slots]
         self.dtype = layout.dtype  # of the flat buffer, in which complex gradients lie as pairs
@@ -74,17 +71,12 @@ class Bucket(Counter):
         ]
         self._dtypes = [grad_dtype(p) for _, p in own]
         self.indices = [slot.index for slot in layout.slots]
-        self._hold(own, [self._view(i) for i in range(len(own))], comm, n_rounds)
+        self._hold(own, [self._view(i) for i in range(len(own))], comm)
         self._bound = bind(self.flat, self.views, offsets)
         self.note_stream = self._bound.note_stream if comm.has_streams else None
-        self._sample = Sample(self.flat, offsets, self.views)
 
     def _hold(
-        self,
-        named: Sequence[tuple[str, Parameter]],
-        views: list[Tensor],
-        comm: Transport,
-        n_rounds: int,
+        self, named: Sequence[tuple[str, Parameter]], views: list[Tensor], comm: Transport
     ) -> None:
         """Take note of the parameters, and of where their gradients will lie."""
         # The hooks on the parameters keep the reducer and its buckets alive. Python could not
@@ -92,7 +84,7 @@ class Bucket(Counter):
         self._references = [weakref.ref(parameter) for _, parameter in named]
         self.names = [name for name, _ in named]
         self.views = views
-        self.gradient_state = GradientState(self._references, views, n_rounds)
+        self.gradients = Gradients(self._references, views)
         self.shard: BucketShard | None = None  # of a model that a ShardedOptimizer steps
         self._has_streams = comm.has_streams
         self._is_gathered = False  # in this round
@@ -111,7 +103,7 @@ class Bucket(Counter):
     @property
     def parameters(self) -> list[Parameter | None]:
         """The parameters by slot. None stands for one that is gone, with its model."""
-        return self.gradient_state.parameters()
+        return self.gradients.parameters()
 
     def named_parameters(self) -> list[tuple[str, Parameter]]:
         """The names and parameters of those that are not gone."""
@@ -157,7 +149,7 @@ class Bucket(Counter):
         self._remake_views()
         taking_part = self.parameters
         if self.n_pending:
-            taking_part = self.gradient_state.taking_part(taking_part, self.ready)
+            taking_part = self.gradients.taking_part(taking_part, self.ready)
         if is_empty:
             taking_part = self._leave_out(keeps_graph)
         if keeps_graph:
@@ -181,7 +173,7 @@ class Bucket(Counter):
         """After parameter.grad.data = ... some views lie on the user's memory. To be called before
         a gradient is compared with its view: what then is the view lies in the flat buffer.
         """
-        for i in self.gradient_state.give_up_displaced():
+        for i in self.gradients.give_up_displaced():
             self.views[i] = self._view(i)
 
     def _launch_vote(self, op: str, step: int, part: Part) -> None:
@@ -242,13 +234,10 @@ class Bucket(Counter):
             self._untouched[i] = None
             self.views[i].zero_()
         else:
-            self._untouched[i] = gradient.clone() if self._is_ours(i, gradient) else gradient
+            is_ours = self.gradients.is_ours(i, gradient)
+            self._untouched[i] = gradient.clone() if is_ours else gradient
             if gradient is not self.views[i]:
                 self._copy_in(i, gradient)
-
-    def _is_ours(self, i: int, gradient: Tensor | None) -> bool:
-        """Whether rounds write to this gradient of slot i: an empty view has no address."""
-        return gradient is self.views[i] or (gradient is not None and bool(inside([gradient])))
 
     def _copy_in(self, i: int, gradient: Tensor) -> None:
         """Copies a gradient that lies elsewhere to slot i. Raises FastcommError, naming the
@@ -284,14 +273,14 @@ class Bucket(Counter):
 
     def watch_gradients(self) -> None:
         """The bucket is under way while backward goes on: from here on nobody may write to it."""
-        self.gradient_state.watch()
+        self.gradients.watch()
 
     def refuse_changed_gradients(self) -> None:
         """Called at the end of backward, when the bucket is under way. Raises FastcommError if a
         hook has written to a gradient since watch_gradients(), or replaced it: what the ranks have
         of it depends on which was faster.
         """
-        i = -1 if self._is_vote else self.gradient_state.first_changed(self._untouched)
+        i = -1 if self._is_vote else self.gradients.first_changed(self._untouched)
         if i >= 0:
             raise FastcommError(
                 f"the gradient of parameter {self.names[i]} was changed by a hook while it was "
@@ -320,7 +309,7 @@ class Bucket(Counter):
             work.wait()
         except FastcommError as error:
             raise self._explained(error) from error.__cause__
-        self._sample.take()
+        self.gradients.note_counted(self.flat)
         return work
 
     def is_skipped(self) -> bool:
@@ -353,20 +342,18 @@ class Bucket(Counter):
         explained.__dict__.update(error.__dict__)
         return explained
 
-    def settle(self, number: int) -> None:
-        """Brings every gradient to where it belongs. A second call gives the same result. number:
-        of the round.
-        """
+    def settle(self) -> None:
+        """Brings every gradient to where it belongs. A second call gives the same result."""
         work = self._bound.posted
         left = self._settle_missing(work) if work is not None and self._untouched else []
-        self.gradient_state.note_round(number, left)
+        self.gradients.note_round(left)
         for i, gradient in self._staying.items():
             parameter = self._references[i]()
             if parameter is not None and i not in left:
                 # not seen by autograd: the graph is that of this rank's gradient
                 gradient.data.copy_(self.views[i])
                 parameter.grad = gradient
-                self.gradient_state.note_kept(i)
+                self.gradients.note_kept(i)
 
     def _settle_missing(self, work: BucketWork) -> list[int]:
         """Gives the parameters that had no gradient here the mean if some rank had one, and what
@@ -381,17 +368,16 @@ class Bucket(Counter):
             if is_present[i]:
                 parameter.grad = self.views[i]
                 continue
-            if before is not None and self._is_ours(i, parameter.grad):
+            if before is not None and self.gradients.is_ours(i, parameter.grad):
                 self.views[i].copy_(before)
-            self.gradient_state.note_left(i)
             left.append(i)
         return left
 
-    def refuse_unreduced(self, slots: list[int] | None, since: int | None) -> None:
-        """Raises FastcommError naming a parameter whose gradient is neither reduced nor accumulated
-        under no_sync(). See GradientState.find_unreduced.
+    def refuse_unreduced(self, slots: list[int] | None) -> None:
+        """Raises FastcommError naming a parameter in these slots (None: in all) whose gradient is
+        neither reduced nor accumulated under no_sync().
         """
-        i = self.gradient_state.find_unreduced(slots, since)
+        i = self.gradients.find_unreduced(slots)
         if i >= 0:
             raise FastcommError(
                 f"the gradient of parameter {self.names[i]} was made without a backward() that "
@@ -404,7 +390,7 @@ class Bucket(Counter):
         counts_unclaimed: also of parameters that no optimizer has ever stepped.
         """
         is_pending = self.shard is not None and self.shard.is_pending
-        return is_pending or self.gradient_state.has_unstepped(counts_unclaimed)
+        return is_pending or self.gradients.has_unstepped(counts_unclaimed)
 
     def square_sum(self) -> Tensor | None:
         """The sum of squares of all gradients, as a float64 scalar on the device, without a launch
@@ -429,12 +415,13 @@ class Bucket(Counter):
             return None
         if self._has_streams:
             return self._count_with(outside, count)
-        # Not where one is missing: another rank may have zeros there, of which its Sample tells
+        # Not where one is missing: another rank may have zeros there, of which its sample tells
         # nothing.
         is_in_flat = all(
             gradient is not None and torch.equal(gradient, self.views[i]) for i, gradient in outside
         )
-        is_unchanged = self._sample.is_unchanged()  # in any case: the first call begins to sample
+        # in any case: the first call begins to sample
+        is_unchanged = self.gradients.is_as_counted(self.flat, [one[0] for one in self.geometries])
         return count() if is_in_flat and is_unchanged else None
 
     def _is_misfit(self, i: int, gradient: Tensor | None) -> bool:
@@ -465,8 +452,7 @@ class Bucket(Counter):
         user has moved out of the flat buffer is another tensor.
         """
         self._remake_views()
-        pairs = enumerate(zip(self.parameters, self.views, strict=True))
-        return [(i, p.grad) for i, (p, view) in pairs if p is not None and p.grad is not view]
+        return self.gradients.elsewhere()
 
     def scale_(self, factor: Tensor) -> None:
         """Multiplies all gradients by a scalar on the device. What lies in the flat buffer but is
@@ -493,12 +479,11 @@ class Bucket(Counter):
         self._is_gathered = self._is_vote = False
         self._untouched.clear()
         self._staying.clear()
-        self.gradient_state.begin_period()
         self.expect_gradients(len(self.views))
 
     def drop_gradients(self) -> None:
         """Leaves the parameters without gradients."""
-        self.gradient_state.forget_rounds()
+        self.gradients.forget()
         for parameter in self.parameters:
             if parameter is not None:
                 parameter.grad = None
@@ -520,7 +505,7 @@ class Bucket(Counter):
         """Gives the parameters gradients of their own, so that the flat buffer can go."""
         for i, gradient in _gradients_of(self.parameters):
             own = gradient if gradient.requires_grad else gradient.clone()
-            self.gradient_state.hand_over(i, own)
+            self.gradients.hand_over(i, own)
             parameter = self._references[i]()
             if parameter is not None:
                 parameter.grad = own

@@ -242,6 +242,8 @@ class Core(ReducerFlags):
         """See Reducer.detach."""
         self.refuse_inside_backward("detach()")
         self.end_local_steps()
+        for bucket in self.buckets:
+            bucket.gradients.forget()  # they are the user's
         self.release()
         if self.sharded_by is not None:
             self.remove(self.sharded_by)
@@ -305,7 +307,7 @@ class Core(ReducerFlags):
     def remake_buckets(self) -> None:
         """Make the buckets once more, as they are planned now. Collective."""
         model = self.model()
-        self.detach()
+        self.release()
         with self._refusing_on_error(model), torch.inference_mode(False):
             self.hook_up(model)
 
@@ -588,17 +590,13 @@ class Core(ReducerFlags):
         """The parameters' slots in each bucket."""
         return slots_in(self.buckets, parameters)
 
-    def before_step(
-        self, optimizer: Optimizer, stepped: list[SteppedSlots], since: int | None
-    ) -> None:
-        """Leave the gradients in these slots reduced, or raise. since: n_rounds before this
-        optimizer's last step, if it has made one.
-        """
+    def before_step(self, optimizer: Optimizer, stepped: list[SteppedSlots]) -> None:
+        """Leave the gradients in these slots reduced, or raise."""
         for extension in self.extensions:
             extension.before_step(optimizer)
         self.synchronize()
         if not self.skipped:
-            self._require_reduced(((self.buckets[n], slots) for n, slots in stepped), since)
+            self._require_reduced((self.buckets[n], slots) for n, slots in stepped)
         if self.recorder is not None:
             self.recorder.begin_optimizer()
         self.phases.enter(OPTIMIZER)
@@ -617,20 +615,18 @@ class Core(ReducerFlags):
         self.steps.note(stepped, self.buckets)
         compares = self.steps.compares and self.sharded_by is None
         for number, slots in stepped:
-            self.buckets[number].gradient_state.note_stepped(slots, self.n_rounds)
+            self.buckets[number].gradients.note_stepped(slots)
             if compares and slots:
                 self.buckets[number].note_step(self.n_rounds)
 
-    def _require_reduced(
-        self, chosen: Iterable[tuple[Bucket, list[int] | None]], since: int | None = None
-    ) -> None:
+    def _require_reduced(self, chosen: Iterable[tuple[Bucket, list[int] | None]]) -> None:
         """Raises FastcommError naming a gradient in these slots (None: all of a bucket's) that no
         round has reduced: the one place that decides it.
         """
         if self.steps_alone:
             return  # each rank uses its own
         for bucket, slots in chosen:
-            bucket.refuse_unreduced(slots, since)
+            bucket.refuse_unreduced(slots)
 
     def require_all_reduced(self) -> None:
         """End the open round. Raise FastcommError naming a gradient that no round has reduced."""

@@ -21,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 
 from fastcomm.errors import FastcommError
 from fastcomm.reducer.autograd import hook_gradient
-from fastcomm.reducer.gradient_state import is_of_this_rank
+from fastcomm.reducer.gradients import is_of_this_rank
 from fastcomm.reducer.hooks import Untraced
 from fastcomm.reducer.owners import is_owned
 from fastcomm.reducer.validation import Model
@@ -87,7 +87,7 @@ class Guards:
         """The name of a parameter that nobody reduces and that has a gradient of this rank's."""
         named_parameters = self._named_parameters()
         for name, parameter in [] if named_parameters is None else named_parameters():
-            if not is_owned(parameter) and is_of_this_rank(parameter.grad):
+            if not is_owned(parameter) and is_of_this_rank(parameter):
                 return name
         return None
 

@@ -4,7 +4,7 @@ from typing import Any
 from torch import Tensor
 
 from fastcomm.insight.recorder import Recorder
-from fastcomm.reducer.gradient_state import GradientState
+from fastcomm.reducer.gradients import Gradients
 
 class RoundFlags:
     has_callback: bool
@@ -22,7 +22,7 @@ class Counter:
     def ready(self) -> list[bool]: ...
     n_pending: int
     first: int
-    gradient_state: GradientState
+    gradients: Gradients
     def expect_gradients(self, n: int) -> None: ...
 
 class GradientHook:

@@ -54,7 +54,7 @@ cdef class Counter:
     cdef readonly list ready
     cdef public Py_ssize_t first  # which of the reducer's gradients that of slot 0 is
     cdef public Py_ssize_t n_pending
-    cdef public object gradient_state  # has the method note_unsynced
+    cdef public object gradients  # has the method note_unsynced
 
     def expect_gradients(self, Py_ssize_t n):
         """Starts again with n gradients, none of them ready."""
@@ -89,7 +89,7 @@ cdef class GradientHook:
                 _untraced(self.reducer.refuse_abandoned_backward)
             if self.reducer.recorder is not None:
                 self.reducer.recorder.note_unsynced(self.bucket.first + self.i)
-            self.bucket.gradient_state.note_unsynced(self.i, parameter)
+            self.bucket.gradients.note_unsynced(self.i, parameter)
             self.reducer.n_unsynced += 1
             return
         if self.reducer.round is None or not self.reducer.round.has_callback:

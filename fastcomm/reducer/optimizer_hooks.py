@@ -29,7 +29,7 @@ from fastcomm.comm.collective import steps_made
 from fastcomm.comm.words import BEGINNINGS, RECORDS, STEPS, advice_on_bucket
 from fastcomm.errors import FastcommError, MismatchError
 from fastcomm.reducer.bucket import Bucket
-from fastcomm.reducer.gradient_state import is_of_this_rank
+from fastcomm.reducer.gradients import is_of_this_rank
 from fastcomm.reducer.hooks import Untraced
 from fastcomm.reducer.owners import attached_names, owner_of
 
@@ -123,7 +123,6 @@ class _Known:
     refusal: why it must not step, or None.
     unowned: the parameters that nobody reduces, which must have no gradient, and their names.
     before: by reducer, its n_rounds and its record when the step under way began.
-    seen: by reducer, its n_rounds when the last step began.
     left_out: by reducer, how many rounds it had dropped at the last step that was left out.
     """
 
@@ -139,7 +138,6 @@ class _Known:
         self.by_reducer = [(weakref.ref(r), r.slots_of(parameters)) for r in reducers]
         self.before: weakref.WeakKeyDictionary[Core, tuple[int, int]]
         self.before = weakref.WeakKeyDictionary()
-        self.seen: weakref.WeakKeyDictionary[Core, int] = weakref.WeakKeyDictionary()
         self.left_out: weakref.WeakKeyDictionary[Core, int] = weakref.WeakKeyDictionary()
 
 
@@ -238,7 +236,7 @@ def _before_step(
     for reference, slots in known.by_reducer:
         reducer = reference()
         if reducer is not None:
-            reducer.before_step(optimizer, slots, known.seen.get(reducer))
+            reducer.before_step(optimizer, slots)
             known.before[reducer] = reducer.n_rounds, reducer.steps.record
     if skips_itself:
         return None
@@ -318,9 +316,9 @@ def _after_step(optimizer: Optimizer, args: tuple[Any, ...], _: object) -> None:
             known.left_out[reducer] = reducer.n_skipped
             reducer.after_step(None)
             continue
-        known.seen[reducer], record = known.before[reducer]
+        n_rounds, record = known.before[reducer]
         # A closure may have ended rounds: then the gradients are not those from before the step.
-        is_of_one_round = reducer.n_rounds == known.seen[reducer]
+        is_of_one_round = reducer.n_rounds == n_rounds
         if is_of_one_round:  # a step within this one, as ZeRO's of a rank's own part, is part of it
             reducer.steps.record = record
         reducer.after_step(slots if is_of_one_round else [])
@@ -338,14 +336,13 @@ def _known_of(optimizer: Optimizer) -> _Known:
         before = known
         known = _known[optimizer] = _Known(ids, parameters)
         if before is not None:
-            known.seen.update(before.seen)
             known.left_out.update(before.left_out)
     return known
 
 
 def _refuse_unowned(known: _Known) -> None:
     for name, parameter in known.unowned:
-        if is_of_this_rank(parameter.grad):
+        if is_of_this_rank(parameter):
             raise FastcommError(unreduced(name))
 
 

@@ -264,7 +264,7 @@ def make_buckets(reducer: Core, named: NamedParameters, sparse: set[str]) -> lis
 
         own = [pair for pair in named if pair[0] in sparse]
         label = bucket_label(reducer.number, len(buckets))
-        one = SparseBucket(label, own, comm, reducer.n_rounds)
+        one = SparseBucket(label, own, comm)
         comm.flight.names[label] = _in_words(one.names)
         buckets.insert(max(len(buckets) - 1, 0), one)
     for before, bucket in itertools.pairwise(buckets):
@@ -296,7 +296,6 @@ def _dense_buckets(reducer: Core, named: NamedParameters) -> list[Bucket]:
             bind,
             numel=layout.numel if bounds is None else bounds[-1],
             is_copied=options.wire_dtype not in (None, layout.dtype),
-            n_rounds=reducer.n_rounds,
         )
         if options.skip_nonfinite:
             bucket.start_counting()

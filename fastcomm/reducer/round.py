@@ -281,7 +281,7 @@ class Round(RoundFlags):
             if is_skipped:
                 bucket.drop_gradients()
             else:
-                bucket.settle(self.number)
+                bucket.settle()
         self._comm.end_round()
         return State.SKIPPED if is_skipped else State.SETTLED
 

@@ -46,7 +46,7 @@ def clip_(buckets: Sequence[Bucket], max_norm: float, comm: Transport) -> Tensor
         for bucket in buckets:
             bucket.scale_(factor)
     for bucket in buckets:
-        bucket.gradient_state.note_scaled()
+        bucket.gradients.note_scaled()
     return before
 
 

@@ -6,7 +6,7 @@ from tests.mutations.mutation import Mutation
 
 ROUND = "fastcomm/reducer/round.py"
 BUCKET = "fastcomm/reducer/bucket.py"
-GRADIENT_STATE = "fastcomm/reducer/gradient_state.pyx"
+GRADIENTS = "fastcomm/reducer/gradients.pyx"
 
 UNREDUCED = "tests/reducer/test_unreduced.py"
 UNREDUCED_TESTS = (UNREDUCED,)
@@ -40,11 +40,11 @@ MUTATIONS = (
         tests=(ROUNDS,),
     ),
     Mutation(
-        name="reducer: a gradient is fresh as long as the last step saw it",
-        file=GRADIENT_STATE,
-        within="GradientState._is_fresh",
-        old="return self.reduced_by[i] > (self.stepped_at[i]",
-        new="return self.reduced_by[i] >= (self.stepped_at[i]",
+        name="reducer: a spent gradient may be written to",
+        file=GRADIENTS,
+        within="Gradients._state",
+        old="if noted == SPENT and",
+        new="if noted == REDUCED and",
         tests=UNREDUCED_TESTS,
     ),
     Mutation(

@@ -31,9 +31,9 @@ MUTATIONS = (
     ),
     Mutation(
         name="weights: zeros count as gradients of an earlier reduction",
-        file="fastcomm/reducer/gradient_state.pyx",
-        within="GradientState.first_earlier",
-        old="stored_values(gradient).any()",
+        file="fastcomm/reducer/gradients.pyx",
+        within="Gradients.first_earlier",
+        old="not is_zero(self._gradient(i))",
         new="True",
         tests=_test("test_zeros_that_zero_grad_has_left_are_no_earlier_gradients"),
     ),

@@ -291,13 +291,19 @@ def test_two_optimizers_step_replaced_gradients(comm, when):
     reducer.check_in_sync()
 
 
+@pytest.mark.parametrize("is_new", [True, False])
 @on_ranks(2)
-def test_a_new_optimizer_does_not_step_gradients_by_hand(comm):
+def test_another_optimizer_does_not_step_gradients_by_hand(comm, is_new):
     model, _, optimizer = attached(comm)
-    backward(model, comm.rank)
-    optimizer.step()
+    other = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(2):
+        model.zero_grad()
+        backward(model, comm.rank, step)
+        optimizer.step()
+        if step == 0 and not is_new:
+            other.step()
     put(model, comm.rank)
-    assert_refused(model, torch.optim.SGD(model.parameters(), lr=0.1), r"4\.bias")
+    assert_refused(model, other, r"4\.bias")
 
 
 @on_ranks(2)

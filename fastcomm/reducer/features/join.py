@@ -235,7 +235,7 @@ def _about(joined: Core, asked: Core) -> str:
 def _refuse_pending(reducer: Core) -> None:
     """Raises FastcommError for gradients that would be lost."""
     for bucket in reducer.buckets if reducer.n_unsynced else ():
-        for slot in bucket.gradient_state.unsynced_slots():
+        for slot in bucket.gradients.unsynced_slots():
             raise FastcommError(
                 f"rank {reducer.comm.rank}: the data has ended inside no_sync(), and the gradient "
                 f"of parameter {bucket.names[slot]} that was accumulated there would be lost: "

@@ -76,7 +76,6 @@ class SparseBucket(Bucket):
         label: int,
         named: Sequence[tuple[str, Parameter]],
         comm: Transport,
-        n_rounds: int,
     ) -> None:
         own = [parameter for _, parameter in named]
         self._label, self._comm = label, comm
@@ -87,7 +86,7 @@ class SparseBucket(Bucket):
         self.dtype = torch.promote_types(self._wire_dtype, torch.float32)
         # how long messages are is not known
         self.flat = torch.empty(0, dtype=self.dtype, device=comm.device)
-        self._hold(named, [self.flat.new_empty(1) for _ in own], comm, n_rounds)
+        self._hold(named, [self.flat.new_empty(1) for _ in own], comm)
         self._producers = Producers(comm.cuda) if comm.has_streams else None
         self.note_stream = None if self._producers is None else self._producers.note
         # of messages, kept from round to round
@@ -177,7 +176,7 @@ class SparseBucket(Bucket):
         is_empty = not part.weight
         taking_part = parameters
         if self.n_pending:
-            taking_part = self.gradient_state.taking_part(parameters, self.ready)
+            taking_part = self.gradients.taking_part(parameters, self.ready)
         if is_empty:
             taking_part = self._leave_out(keeps_graph)
         gradients: list[Tensor | None] = []
@@ -275,17 +274,16 @@ class SparseBucket(Bucket):
         rows = added([own[i] for own in work.rows], factors, divisor)
         return sparse_of(rows, self._likes[i])
 
-    def settle(self, number: int) -> None:
+    def settle(self) -> None:
         left = []
         for i, result in enumerate(self._results or ()):
             parameter = self._references[i]()
             if result is None:
-                self.gradient_state.note_left(i)
                 left.append(i)
             elif parameter is not None:
                 parameter.grad = self.views[i] = result
-                self.gradient_state.note_view(i)
-        self.gradient_state.note_round(number, left)
+                self.gradients.note_view(i)
+        self.gradients.note_round(left)
 
     # -- after it ----------------------------------------------------------------------------------
 

@@ -77,7 +77,7 @@ class Weighting(RoundExtension):
         if of not in WEIGHTED_OPS:
             raise ValueError(f'of must be "mean" or "sum", as the losses are; got {of!r}')
         _refuse_earlier(buckets)
-        if not n_unsynced or not any(b.gradient_state.unsynced_slots() for b in buckets):
+        if not n_unsynced or not any(b.gradients.unsynced_slots() for b in buckets):
             self.forget()  # with the gradients that zero_grad() has dropped go their weights
         elif self._now is not None and of != self._of:
             raise ValueError(
@@ -144,7 +144,7 @@ class Weighting(RoundExtension):
 def _refuse_earlier(buckets: Sequence[Bucket]) -> None:
     """Raises FastcommError where .grad holds what an earlier reduction has left."""
     for bucket in buckets:
-        i = bucket.gradient_state.first_earlier()
+        i = bucket.gradients.first_earlier()
         if i >= 0:
             raise FastcommError(
                 f"the gradient of parameter {bucket.names[i]} is that of an earlier reduction, "
@@ -175,7 +175,7 @@ def _scale_what_is_there(factor: float, buckets: Sequence[Bucket]) -> None:
     gradients = []
     for bucket in buckets:
         parameters = bucket.parameters
-        slots = [parameters[i] for i in bucket.gradient_state.unsynced_slots()]
+        slots = [parameters[i] for i in bucket.gradients.unsynced_slots()]
         gradients += [p.grad for p in slots if p is not None and p.grad is not None]
     if gradients:
         torch._foreach_mul_(gradients, factor)

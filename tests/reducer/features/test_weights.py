@@ -309,16 +309,16 @@ def test_zeros_that_zero_grad_has_left_are_no_earlier_gradients(comm):
     assert_gradients(model, joined(mlp(), [[2, 0], [2, 4]]))
 
 
-def untouched(reducer):
+def untouched(model, reducer):
     pass
 
 
-def stepped(reducer):
+def stepped(model, reducer):
     """Leaves the gradients where they are."""
-    torch.optim.SGD(reducer.attached_model().parameters(), lr=0.0).step()
+    torch.optim.SGD(model.parameters(), lr=0.0).step()
 
 
-def refreshed(reducer):
+def refreshed(model, reducer):
     reducer.refresh()
 
 
@@ -327,7 +327,7 @@ def refreshed(reducer):
 def test_a_weight_refuses_gradients_of_an_earlier_reduction(comm, between):
     model, reducer, _ = attached(comm)
     accumulate(reducer, model, [3])
-    between(reducer)
+    between(model, reducer)
     for of in ("mean", "sum"):
         with pytest.raises(FastcommError, match=r"\d\.\w+ is that of an earlier reduction"):
             reducer.set_weight(2, of=of)
