@@ -11,11 +11,9 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Mapping
 
 from lib import harness, launch, report
 from lib.models import CASES
-from lib.tables import Column, Table
 
 import fastcomm
 
@@ -30,8 +28,10 @@ def main() -> int:
     with harness.started(__file__, options.ranks) as ranks:
         seconds, kept_mb, summary = ranks.call("tune")[0]
     print(f"{CASES[options.model].description}, {options.ranks} ranks")
-    print_sizes(dict(seconds), kept_mb)
-    print(f"\n{summary}")
+    for cap_mb, step_s in sorted(seconds):
+        print(f"{cap_mb:6g} MB {1e3 * step_s:12.1f} ms a step")
+    why = "" if seconds else ", as other sizes give the same buckets"
+    print(f"bucket_cap_mb={kept_mb:g}{why}\n\n{summary}")
     return 0
 
 
@@ -57,16 +57,6 @@ class Methods:
         except ImportError as error:
             summary = str(error)
         return list(reducer.core.planner.seconds.items()), reducer.core.planner.cap_mb, summary
-
-
-def print_sizes(seconds: Mapping[float, float], kept_mb: float) -> None:
-    """seconds: of a step, by size."""
-    table = Table([Column(8, ("MB",)), Column(12, ("step (ms)",))])
-    table.rows += [[f"{cap:g}", f"{1e3 * seconds[cap]:.1f}"] for cap in sorted(seconds)]
-    if seconds:
-        table.print()
-    why = "" if seconds else ", as other sizes give the same buckets"
-    print(f"bucket_cap_mb={kept_mb:g}{why}")
 
 
 def parse_options() -> argparse.Namespace:

@@ -256,8 +256,8 @@ def test_ranks_that_launch_different_buckets_hear_of_it(comm):
 def test_ranks_that_train_different_models_hear_of_it(comm):
     models = [torch.nn.Linear(3, 3) for _ in range(2)]
     first, second = [fastcomm.Reducer(comm).attach(model) for model in models]
-    assert second.number == first.number + 1
-    words = f"of reducer {first.number}.*of reducer {second.number}"
+    assert second.core.number == first.core.number + 1
+    words = f"of reducer {first.core.number}.*of reducer {second.core.number}"
     with pytest.raises(MismatchError, match=words):
         models[comm.rank](torch.ones(1, 3)).sum().backward()
 
