@@ -220,9 +220,7 @@ def demo(arguments: list[str]) -> NoReturn:
 
 
 def script(folder: str, name: str) -> Path:
-    """Where a script lies: inside the installed package, or beside the package in the source
-    tree.
-    """
+    """Where a script lies: inside the installed package, or beside it in the source tree."""
     package = Path(__file__).resolve().parent
     candidates = [root / folder / f"{name}.py" for root in (package, package.parent)]
     for path in candidates:
@@ -235,18 +233,14 @@ def script(folder: str, name: str) -> Path:
 
 
 def become(*arguments: str) -> NoReturn:
-    """Replaces this process by Python with `arguments`, so that signals and the exit status are the
-    script's own.
-    """
+    """Replaces this process by Python, so that signals and the exit status are the script's own."""
     find_this_package()
     sys.stdout.flush()
     os.execv(sys.executable, [sys.executable, *arguments])
 
 
 def find_this_package() -> None:
-    """For processes to come: the script's own folder is what Python puts on its path, and it must
-    find this fastcomm, installed or not.
-    """
+    """Puts this package, installed or not, on the path of the processes to come."""
     path = (str(Path(__file__).resolve().parent.parent), os.environ.get("PYTHONPATH"))
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, path))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from pathlib import Path
 from typing import NamedTuple
 
 
@@ -26,3 +27,10 @@ def processes_of(pids: Iterable[int]) -> tuple[Process, ...]:
 def in_words(processes: Iterable[Process]) -> str:
     """Several, as messages name them."""
     return ", ".join(one.in_words() for one in processes)
+
+
+def stat_of(pid: int) -> list[str]:
+    """What /proc/PID/stat says behind the name, which may hold anything: first the letter by which
+    ps shows the state. Raises OSError.
+    """
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

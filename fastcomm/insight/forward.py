@@ -50,9 +50,7 @@ def _is_training() -> bool:
 
 
 def _first_node(output: Any) -> Node | None:
-    """Of the first tensor of a model's output that has a graph: the loss, where models return
-    one.
-    """
+    """That of the first tensor of the output that has a graph, such as the loss."""
     values = list(output.values()) if isinstance(output, dict) else output
     tensors = values if isinstance(values, (tuple, list)) else [values]
     nodes = (one.grad_fn for one in tensors if isinstance(one, Tensor))

@@ -53,9 +53,7 @@ def join(
 
 
 def offsets_to_rank_0(comm: Transport, hosts: Sequence[str], call: str) -> list[int]:
-    """By rank, what to add to its times so that they are times of rank 0, in ns. Collective. hosts:
-    by rank.
-    """
+    """By rank, the ns to add to its times, for rank 0's clock. Collective. hosts: by rank."""
     if len(set(hosts)) == 1:
         return [0] * comm.world_size
     spans = gather_objects(comm, [_meet(comm) for _ in range(_N_MEETINGS)], call)
@@ -88,9 +86,7 @@ def last_to_launch(steps: Sequence[Step], bucket: int) -> int:
 
 
 def waited_ns(steps: Sequence[Step], rank: int) -> int:
-    """How long all other ranks have waited for the last bucket because of this one: since the next
-    to last of them has launched it.
-    """
+    """For how long this rank alone was late with the last bucket, so that all others waited."""
     if len(steps) == 1 or last_to_launch(steps, -1) != rank:
         return 0
     launches = sorted(step.buckets[-1].launch for step in steps)

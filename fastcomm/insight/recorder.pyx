@@ -128,9 +128,8 @@ cdef class Recorder:
 
     def reduce_by_hand(self):
         """The round that has begun reduces what stands in .grad: there is no backward."""
-        cdef int64_t *row = self.open
-        if row != NULL:
-            row[KIND] = BY_HAND
+        if self.open != NULL:
+            self.open[KIND] = BY_HAND
 
     def end_backward(self):
         """The gradients are all there: from now on the caller waits. The first call counts."""
@@ -296,9 +295,7 @@ cdef class Phases:
         return spent
 
     def measure(self, mark):
-        """Begins to measure the device's time as well, anew. mark: see Transport.mark; None ends
-        it.
-        """
+        """Begins to measure the device's time. mark: see Transport.mark; None ends it."""
         self.mark, self.marks = mark, []
         self.enter(self.phase)
 
@@ -337,9 +334,7 @@ cdef class Phases:
             self.enter(OTHER)
 
     def reach_output(self):
-        """A backward has come to the model's output. One inside no_sync() opens no round: autograd
-        tells when it is through.
-        """
+        """One inside no_sync() opens no round: autograd tells when it is through."""
         self.enter(BACKWARD)
         Variable._execution_engine.queue_callback(self._end_backward)
 

@@ -10,7 +10,7 @@ from statistics import median
 from typing import Any
 
 from fastcomm.insight.joined import Joined, last_to_launch, waited_ns
-from fastcomm.insight.steps import BucketPlan, BucketTimes, Step
+from fastcomm.insight.steps import BucketTimes, Step
 
 Event = dict[str, Any]
 
@@ -27,13 +27,10 @@ _COLOURS = {
 _LANE = 0.8  # its height; lanes are 1 apart
 
 
-def _needed(call: str, *names: str) -> Any:
-    """The package of these modules. Raises ImportError."""
-    package = names[0].partition(".")[0]
+def _needed(call: str, module: str) -> Any:
+    package = module.partition(".")[0]
     try:
-        for name in names:
-            importlib.import_module(name)
-        return importlib.import_module(package)
+        return importlib.import_module(module)
     except ImportError as error:
         raise ImportError(
             f"Timeline.{call}() needs {package}: pip install 'fastcomm[insight]'"
@@ -60,15 +57,17 @@ def table(joined: Joined) -> str:
     rounds = joined.rounds()
     if not rounds:
         return f"{joined.what}: no step yet that all ranks have recorded"
-    rich = _needed("summary", "rich.console", "rich.table")
     text = io.StringIO()
-    console = rich.console.Console(file=text, width=_WIDTH)
-    table = rich.table.Table(title=_title(joined, rounds), title_justify="left")
+    console = _needed("summary", "rich.console").Console(file=text, width=_WIDTH)
+    make_table = _needed("summary", "rich.table").Table
+    table = make_table(title=_title(joined, rounds), title_justify="left")
     names = [name for name, _ in values(rounds[0][0])]
     for name in ("rank", *names, "last"):
         table.add_column(name, justify="right", no_wrap=True)
     for rank in range(len(joined.ranks)):
-        table.add_row(str(rank), *_row([steps[rank] for steps in rounds]), _last(rounds, rank))
+        last = sum(last_to_launch(steps, -1) == rank for steps in rounds) / len(rounds)
+        cells = _cells([steps[rank] for steps in rounds])
+        table.add_row(str(rank), *cells, f"{100 * last:.0f} %")
     console.print(table)
     text.write(_slowest(rounds))
     return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
@@ -84,19 +83,13 @@ def _title(joined: Joined, rounds: Sequence[Sequence[Step]]) -> str:
     return f"{joined.what}: rounds {first} to {last}, medians in ms{more}"
 
 
-def _row(steps: Sequence[Step]) -> list[str]:
+def _cells(steps: Sequence[Step]) -> list[str]:
     columns = zip(*([value for _, value in values(step)] for step in steps), strict=True)
     *times, overlap = [median(column) for column in columns]
     cells = [f"{time:.3f}" for time in times]
     if not any(step.forward_ns for step in steps):
         cells[0] = "not seen"
     return [*cells, f"{overlap:.0f} %"]
-
-
-def _last(rounds: Sequence[Sequence[Step]], rank: int) -> str:
-    """In how many rounds the rank was last to launch the last bucket."""
-    share = sum(last_to_launch(steps, -1) == rank for steps in rounds) / len(rounds)
-    return f"{100 * share:.0f} %"
 
 
 def _slowest(rounds: Sequence[Sequence[Step]]) -> str:
@@ -131,11 +124,6 @@ def trace(joined: Joined) -> Event:
         "otherData": {"fastcomm": joined.what},
         "traceEvents": list(writer.events()),
     }
-
-
-def bucket_name(i: int, plan: BucketPlan) -> str:
-    first, last = plan.names[0], plan.names[-1]
-    return f"bucket {i}: {first}" + (f" ... {last}" if len(plan.names) > 1 else "")
 
 
 class _Writer:
@@ -175,7 +163,8 @@ class _Writer:
         last = rank if steps is None else last_to_launch(steps, i)
         if last != rank:
             arguments["waiting for"] = f"rank {last}"
-        name = bucket_name(i, plan)
+        first, *others = plan.names
+        name = f"bucket {i}: {first}" + (f" ... {others[-1]}" if others else "")
         yield self._event("B", rank, thread, begin, name=name, args=arguments)
         came = end if steps is None else max(one.buckets[i].launch for one in steps)
         posted, start = min(bucket.launched, end), min(bucket.start or end, end)
@@ -240,14 +229,26 @@ def _named(what: str, rank: int, thread: int, name: str) -> Event:
 def plot(joined: Joined, steps: Sequence[Step], path: str | os.PathLike[str]) -> None:
     """steps: of one round, by rank."""
     _needed("plot", "matplotlib").use("agg")
-    pyplot = _needed("plot", "matplotlib.pyplot").pyplot
-    height = 1.2 + 1.1 * len(steps)
-    figure, axes = pyplot.subplots(figsize=(10, height), layout="constrained")
+    pyplot = _needed("plot", "matplotlib.pyplot")
+    size = 10, 1.2 + 1.1 * len(steps)
+    figure, axes = pyplot.subplots(figsize=size, layout="constrained")
     origin = min(step.forward_begin or step.backward_begin for step in steps)
+
+    def draw(at: float, height: float, span: tuple[int, int], name: str) -> None:
+        begin, end = span
+        if begin and end > begin:
+            left, width = (begin - origin) / 1e6, (end - begin) / 1e6
+            axes.barh(at, width, height, left, color=_COLOURS[name])
+
     for rank, step in enumerate(steps):
         for name, span in step.spans.items():
-            _bar(axes, 2 * rank, _LANE, span, origin, name)
-        _draw_buckets(axes, 2 * rank + 1, step.buckets, origin)
+            draw(2 * rank, _LANE, span, name)
+        height = _LANE / len(step.buckets)
+        for i, bucket in enumerate(step.buckets):  # one below the other: they overlap in time
+            at = 2 * rank + 1 - _LANE / 2 + (i + 0.5) * height
+            start, end = bucket.interval
+            draw(at, height, (bucket.launch, start), "waits, or is queued")
+            draw(at, height, (start, end), "reduces")
     axes.set_yticks(
         range(2 * len(steps)),
         [f"rank {i // 2}" if i % 2 == 0 else "buckets" for i in range(2 * len(steps))],
@@ -260,22 +261,3 @@ def plot(joined: Joined, steps: Sequence[Step], path: str | os.PathLike[str]) ->
     figure.legend(handles, _COLOURS, loc="outside lower center", ncols=len(_COLOURS), frameon=False)
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
-
-
-def _draw_buckets(axes: Any, lane: int, buckets: Sequence[BucketTimes], origin: int) -> None:
-    """One below the other: they overlap in time."""
-    height = _LANE / len(buckets)
-    for i, bucket in enumerate(buckets):
-        at = lane - _LANE / 2 + (i + 0.5) * height
-        start, end = bucket.interval
-        _bar(axes, at, height, (bucket.launch, start), origin, "waits, or is queued")
-        _bar(axes, at, height, (start, end), origin, "reduces")
-
-
-def _bar(
-    axes: Any, at: float, height: float, span: tuple[int, int], origin: int, name: str
-) -> None:
-    begin, end = span
-    if begin and end > begin:
-        left, width = (begin - origin) / 1e6, (end - begin) / 1e6
-        axes.barh(at, width, height, left, color=_COLOURS[name])

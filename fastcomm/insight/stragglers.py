@@ -126,7 +126,12 @@ class Stragglers:
             return []
         n = n_rounds - self._began_at
         sees_forward = self.phases.sees_forward
-        spent = self._measured() if comm.has_streams else self.phases.take()
+        spent: Sequence[float]
+        if comm.has_streams:
+            on_host(comm, torch.zeros(1, dtype=torch.int8, device=comm.device))
+            spent = self.phases.take_measured()  # all marks are reached by now
+        else:
+            spent = self.phases.take()
         own = [*(ns / n for ns in spent), sees_forward, *beside]
         told = gather_numbers(comm, own, torch.float64)
         ranks = [one[: len(spent) + 1] for one in told]
@@ -134,10 +139,8 @@ class Stragglers:
         wanted = int(WINDOW_S / step_s) if step_s > 0 else MOST_ROUNDS
         self._began_at = n_rounds
         self.due_at = n_rounds + min(max(wanted, LEAST_ROUNDS), MOST_ROUNDS)
-        last, self.newest = (
-            self.newest,
-            find([one[:-1] for one in ranks], all(one[-1] for one in ranks)),
-        )
+        last = self.newest
+        self.newest = find([one[:-1] for one in ranks], all(one[-1] for one in ranks))
         if not self.newest or not self.newest[0].is_worth_a_warning:
             self._n_windows, self._warned_of = 0, None
         elif last and last[0].rank == self.newest[0].rank:
@@ -161,12 +164,6 @@ class Stragglers:
             self._began_at, self.due_at = n_rounds, n_rounds + FIRST_ROUNDS
             return False
         return True
-
-    def _measured(self) -> list[float]:
-        on_host(
-            self._comm, torch.zeros(1, dtype=torch.int8, device=self._comm.device)
-        )  # all marks are reached
-        return self.phases.take_measured()
 
     def warn(self) -> None:
         """Logs on rank 0, once, who stays late. A handler that fails costs no step."""

@@ -10,6 +10,7 @@ import json
 import os
 import weakref
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -122,12 +123,8 @@ class Timeline(ProcessBound):
         """
         call = "Timeline.save_trace()"
         joined = self._join(call)
-
-        def write() -> None:
-            with open(path, "w") as file:
-                json.dump(showing.trace(joined), file)
-
-        self._on_rank_0(write, path, call)
+        write = Path(path).write_text
+        self._on_rank_0(lambda: write(json.dumps(showing.trace(joined))), path, call)
 
     def plot(self, path: str | os.PathLike[str]) -> None:
         """Draws the newest round that all ranks have recorded; path: .png, .svg or another format
@@ -142,7 +139,7 @@ class Timeline(ProcessBound):
         self._on_rank_0(lambda: showing.plot(joined, rounds[-1], path), path, call)
 
     def _on_rank_0(
-        self, write: Callable[[], None], path: str | os.PathLike[str], call: str
+        self, write: Callable[[], object], path: str | os.PathLike[str], call: str
     ) -> None:
         """Lets the other ranks know whether it has come to an end. Collective."""
         problem: Exception | None = None

@@ -10,15 +10,15 @@ import os
 import re
 import sys
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from fastcomm.comm.who import stat_of
 from fastcomm.errors import InitError
 
 _DEFAULT_PORT = 29500  # torch's
 _FIRST_SLURM_PORT = 15000
-_PARENT, _START_TIME = 1, 19  # of what _stat() returns
+_PARENT, _START_TIME = 1, 19  # of what stat_of() returns
 
 
 class Launcher(NamedTuple):
@@ -61,9 +61,8 @@ def launcher() -> Launcher:
 
 
 def local_rank(rank: int | None, world_size: int | None) -> int | None:
-    """The number on its host of the rank that init() makes; None as an argument: what the launcher
-    says. None if no launcher says, or if it has started another rank: a task may start ranks of its
-    own.
+    """This rank's number on its host. None if no launcher says it, or if the launcher has started
+    another rank than the arguments say: a task may start ranks itself.
     """
     found = _launcher_or_none() or TORCHRUN
     is_its_own = found is TORCHRUN or all(
@@ -103,15 +102,8 @@ def meeting_point(started_by: Launcher, world_size: int) -> str:
     )
 
 
-def serves_store() -> bool:
-    """Whether torchrun serves the store at MASTER_ADDR, and not rank 0."""
-    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-
-
 def first_host(hosts: str) -> str:
-    """The first of a list as SLURM writes it: "node03" of "node[03-07,9],login". Of a list that is
-    cut off it holds a bracket.
-    """
+    """Of SLURM's list: "node03" of "node[03-07,9],login". A list that is cut off keeps a "["."""
     first = re.match(r"(?:[^,\[]|\[[^\]]*\]?)*", hosts)[0]  # type: ignore[index]  # "" matches
     return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", first)
 
@@ -169,9 +161,11 @@ def _id_of_launcher(started_by: Launcher) -> str:
     """
     boot = Path("/proc/sys/kernel/random/boot_id").read_text()[:8]
     try:
-        for pid in _ancestors():
+        pid = os.getppid()
+        while pid > 0:
             if not _is_set_for(pid, started_by.rank):
-                return f"{boot}-{pid}-{_stat(pid)[_START_TIME]}"
+                return f"{boot}-{pid}-{stat_of(pid)[_START_TIME]}"
+            pid = int(stat_of(pid)[_PARENT])
     except (FileNotFoundError, ProcessLookupError):  # hidden by how /proc is mounted, or gone
         pass
     raise InitError(
@@ -180,24 +174,12 @@ def _id_of_launcher(started_by: Launcher) -> str:
     )
 
 
-def _ancestors() -> Iterator[int]:
-    pid = os.getppid()
-    while pid > 0:
-        yield pid
-        pid = int(_stat(pid)[_PARENT])
-
-
 def _is_set_for(pid: int, variable: str) -> bool:
     """Whether the process was started with it. One of another user's is no rank of ours."""
     try:
         return f"\0{variable}=".encode() in b"\0" + Path(f"/proc/{pid}/environ").read_bytes()
     except PermissionError:
         return False
-
-
-def _stat(pid: int | str) -> list[str]:
-    """What /proc/PID/stat says, from the third field on: the second may hold spaces."""
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
 
 
 def _value(name: str) -> str:

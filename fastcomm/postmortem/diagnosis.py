@@ -61,17 +61,11 @@ class Rank:
     idle: str = "it has called no collective"
 
     def waits_for(self, over: Container[tuple[int, int]]) -> dict[str, Any] | None:
-        """The oldest collective that is over neither here nor, as its position in `over` says,
-        elsewhere.
-        """
+        """The oldest collective that is over neither here nor elsewhere. over: positions."""
         waiting = (
             one for one in self.entries if not one["is_over"] and position_of(one) not in over
         )
         return next(waiting, None)
-
-    @property
-    def newest(self) -> dict[str, Any] | None:
-        return self.entries[-1] if self.entries else None
 
     def in_words(self) -> str:
         return Process(self.rank, self.file["pid"], self.file["host"]).in_words()
@@ -128,9 +122,7 @@ def diagnose(folder: Path) -> list[str]:
 
 
 def read(folder: Path) -> list[dict[str, Any]]:
-    """The dumps in the folder, by rank: without those that are much older than the newest, which an
-    earlier job has left there.
-    """
+    """The dumps of the newest job in the folder, by rank."""
     files: list[dict[str, Any]] = []
     for path in folder.glob("fastcomm_rank_*.json"):
         files.append(messages.read(path.read_bytes(), _DUMP, str(path), ValueError))
@@ -201,7 +193,8 @@ def verdict(group: Group) -> Iterator[str]:
         position = min(position_of(entry) for one in waiting if (entry := one.waits_for(over)))
         there = [one for one in waiting if one.has_come_to(position)]
         late = [one for one in group.ranks if not one.has_come_to(position)]
-        yield from _who_waits(there, position)
+        for what, ranks in _calls(there, position).items():
+            yield f"  {_ranks_in_words(ranks)} wait{'s' if len(ranks) == 1 else ''} for {what}"
         for one in late:
             yield from _who_is_late(one, "it" if group.channel else f"number {position[1]}")
         if not late and not absent:
@@ -229,13 +222,8 @@ def _calls(ranks: Sequence[Rank], position: tuple[int, int]) -> dict[str, list[i
     return calls
 
 
-def _who_waits(there: Sequence[Rank], position: tuple[int, int]) -> Iterator[str]:
-    for what, ranks in _calls(there, position).items():
-        yield f"  {_ranks_in_words(ranks)} wait{'s' if len(ranks) == 1 else ''} for {what}"
-
-
 def _who_is_late(one: Rank, where: str) -> Iterator[str]:
-    newest = one.newest
+    newest = one.entries[-1] if one.entries else None
     yield f"  {one.in_words()} has not come to {where}"
     if newest is None:
         yield f"    {one.idle}"

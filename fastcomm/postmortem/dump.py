@@ -132,9 +132,7 @@ def _dump_failure(failure: FastcommError, recorders: list[FlightRecorder]) -> No
 
 
 def await_dumps() -> None:
-    """Called as the process ends: lets dumps come to their end. The launcher may end all ranks as
-    soon as this one ends.
-    """
+    """Lets dumps come to their end, before the launcher may see that this process has ended."""
     if _folder is not None and _watcher == os.getpid():
         deadline = Deadline(ANSWER_S + 1)
         while len(_done) < n_failure_calls() and not deadline.is_over():
@@ -167,9 +165,7 @@ def _complain(what: str) -> None:
 
 
 def _write(folder: Path, why: str, recorders: list[FlightRecorder]) -> Path:
-    """Writes this process's file, in place of that of before; returns its path. Raises RuntimeError
-    if there are no recorders, OSError.
-    """
+    """Writes this process's file, in place of an earlier one. Raises RuntimeError or OSError."""
     if not recorders:
         raise RuntimeError("this process has no communicator")
     widest = max(recorders, key=lambda recorder: len(recorder.pids))
@@ -218,7 +214,7 @@ def _as_dict(recorder: FlightRecorder) -> dict[str, Any]:
             {
                 "epoch": entry.epoch,
                 "number": number,
-                "what": in_words(entry) if channel is None else _message_in_words(entry),
+                "what": in_words(entry, is_message=channel is not None),
                 "kind": entry.kind if channel is None else "message",
                 "label": entry.label,
                 "posted_ns": entry.posted_ns,
@@ -234,9 +230,7 @@ def _as_dict(recorder: FlightRecorder) -> dict[str, Any]:
 
 
 def _numbered(recorder: FlightRecorder) -> list[tuple[int, Entry, bool]]:
-    """Its entries, each with its number, and whether it is over. Those that no thread has begun get
-    the numbers that they would have had.
-    """
+    """Its entries: the number, guessed where no thread has begun one; and whether it is over."""
     entries = recorder.entries()
     numbers: list[int] = []
     for entry in entries:
@@ -245,10 +239,12 @@ def _numbered(recorder: FlightRecorder) -> list[tuple[int, Entry, bool]]:
     return list(zip(numbers, entries, over_of(entries, recorder.epoch), strict=True))
 
 
-def in_words(entry: Entry) -> str:
-    """As error messages call the collective."""
+def in_words(entry: Entry, *, is_message: bool = False) -> str:
+    """As error messages call the collective. is_message: a broadcast of a channel."""
     if entry.dtype is None:
         return entry.kind
+    if is_message:  # the ranks of a channel are numbered otherwise
+        return called("message", entry.numel, entry.dtype).words
     return called(
         *(entry.kind, entry.numel, entry.dtype),
         op=entry.op,
@@ -256,12 +252,6 @@ def in_words(entry: Entry) -> str:
         label=entry.label,
         step=entry.step,
     ).words
-
-
-def _message_in_words(entry: Entry) -> str:
-    """A broadcast of a channel: the ranks of that are numbered otherwise."""
-    assert entry.dtype is not None  # for the type checker
-    return called("message", entry.numel, entry.dtype).words
 
 
 def over_of(entries: Sequence[Entry], epoch: int) -> list[bool]:

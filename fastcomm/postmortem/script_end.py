@@ -14,11 +14,11 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable
-from functools import partial
 from multiprocessing.util import Finalize
 from typing import Protocol
 
 from fastcomm.comm.deadline import Deadline
+from fastcomm.comm.times import SLICE_S
 from fastcomm.postmortem.dump import await_dumps
 
 _FIRST = 1000  # before the stores are closed that the ranks have met at
@@ -68,9 +68,5 @@ def _tell() -> None:
 def _await_threads() -> None:
     deadline = Deadline(_LEAVE_S)
     for thread in list(_threads):
-        deadline.await_(partial(_has_left, thread))
-
-
-def _has_left(thread: threading.Thread, seconds: float) -> bool:
-    thread.join(seconds)
-    return not thread.is_alive()
+        while thread.is_alive() and not deadline.is_over():
+            thread.join(min(SLICE_S, deadline.left_s()))

@@ -8,6 +8,7 @@ user only. Ranks of other hosts ask by a note instead: see watchdog.py.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import struct
@@ -17,10 +18,9 @@ import threading
 import time
 import traceback
 from collections.abc import Sequence
-from pathlib import Path
 from types import FrameType
 
-from fastcomm.comm.who import Process
+from fastcomm.comm.who import Process, stat_of
 from fastcomm.comm.words import MOST_ASKED
 from fastcomm.postmortem.flight_recorder import living
 
@@ -94,9 +94,7 @@ def _answer(listener: socket.socket) -> None:
 
 
 def whereabouts_of(processes: Sequence[Process]) -> str:
-    """Where these processes of this host stand, a paragraph each, to be put behind a message. Says
-    nothing of one that nobody answers for.
-    """
+    """Where these processes of this host stand, a paragraph for each that answers."""
     found = [(one.rank, ask(one.pid)) for one in processes[:MOST_ASKED]]
     return "".join(f"\nrank {rank}: {answer}" for rank, answer in found if answer)
 
@@ -112,14 +110,13 @@ def ask(pid: int) -> str:
             with asker.makefile("rb") as answer:
                 return answer.read(MOST_BYTES).decode(errors="replace")
     except TimeoutError:
-        state = _state_of(pid)
-        if not state:
-            return ""
-        if state in "Tt":
-            return "it is stopped, by SIGSTOP or a debugger"
-        return "no answer: it is in compiled code that holds Python's lock, or has no core"
+        with contextlib.suppress(OSError):  # there is no such process
+            if stat_of(pid)[0] in "Tt":
+                return "it is stopped, by SIGSTOP or a debugger"
+            return "no answer: it is in compiled code that holds Python's lock, or has no core"
     except OSError:
-        return ""
+        pass
+    return ""
 
 
 def _address(pid: int) -> str:
@@ -133,12 +130,3 @@ def _peer_of(connected: socket.socket) -> tuple[int, int]:
     credentials = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
     pid, user, _ = struct.unpack("3i", credentials)
     return pid, user
-
-
-def _state_of(pid: int) -> str:
-    """The letter by which ps shows the state of a process; empty: there is no such process."""
-    try:
-        # behind the name, which is in parentheses and may hold anything
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (OSError, IndexError):
-        return ""

@@ -11,11 +11,11 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
 import fastcomm
+from fastcomm.comm.who import stat_of
 from tests.support.forked_python import in_forked_python
 
 pytestmark = pytest.mark.thorough
@@ -117,18 +117,9 @@ def test_what_was_ignored_at_the_start_stays_ignored(tmp_path):
         assert ours.run.wait(60) == 128 + signal.SIGTERM
 
 
-@in_forked_python
-def test_what_means_nothing_to_a_job_changes_nothing(tmp_path):
-    with launcher(tmp_path, "SIGUSR1") as ours:
-        for number in (signal.SIGWINCH, signal.SIGPIPE, signal.SIGCONT, signal.SIGURG):
-            ours.send(number)
-        ours.send(signal.SIGUSR1)
-        assert ours.line() == "SIGUSR1"
-
-
 def _wait_until_stopped(pid):
     until = time.monotonic() + 60
-    while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
+    while stat_of(pid)[0] != "T":
         assert time.monotonic() < until, f"process {pid} runs"
         time.sleep(0.01)
 
