@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future, wait
+from datetime import timedelta
 from functools import partial
 from typing import Any, TypeVar
 
@@ -25,9 +26,7 @@ class Silence(RuntimeError):
 
 
 def answer_of(ask: Callable[[], T], patience_s: float) -> T:
-    """What `ask` returns or raises, on a thread of its own. Raises Silence if it does neither for
-    so long; the thread is then left behind.
-    """
+    """What `ask` returns or raises. Raises Silence if it does neither, and leaves its thread."""
     answer: Future[T] = Future()
 
     def run() -> None:
@@ -46,12 +45,12 @@ class Asked:
     """Has the methods of a store. Once that has not answered, it is not asked again: a thread still
     waits for it, and the next would wait behind that one.
 
-    patience_s: with each call. deadline: by which the store has to have answered, if that comes
+    patience: with each call. deadline: by which the store has to have answered, if that comes
     first.
     """
 
-    def __init__(self, store: Store, patience_s: float) -> None:
-        self._store, self._patience_s = store, patience_s
+    def __init__(self, store: Store, patience: timedelta) -> None:
+        self._store, self._patience_s = store, patience.total_seconds()
         self._silence: str | None = None
         self.deadline: Deadline | None = None
 

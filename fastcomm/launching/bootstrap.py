@@ -74,9 +74,7 @@ class TakenIn(BaseException):
 
 
 class StoreBootstrap:
-    """Ranks that meet at a torch.distributed store. It passes their values on as JSON, and tells
-    all ranks when one has failed.
-    """
+    """Ranks that meet at a torch.distributed store, with values as JSON."""
 
     point: MeetingPoint | None = None  # where ranks can meet anew; see membership.py
 
@@ -91,9 +89,7 @@ class StoreBootstrap:
         look: Callable[[], None] | None = None,
         pass_on: Callable[[], None] = lambda: None,
     ) -> None:
-        """names: the ranks' numbers, for messages. look: raises PeerLostError if one is lost.
-        pass_on: see own_part.
-        """
+        """names: the ranks' numbers, for messages. look: see look(). pass_on: see enter_part()."""
         self.rank = rank
         self.world_size = world_size
         self.caller, self._advice, self._is_collective = caller
@@ -101,7 +97,7 @@ class StoreBootstrap:
         self.name = f"rank {self.names[rank]}"
         self._look_at_peers = look
         self._pass_on = pass_on
-        self._store, self._asked = store, Asked(store, timeout.total_seconds())
+        self._store, self._asked = store, Asked(store, timeout)
         self.timeout = timeout
         self._n_exchanges = 0
         self._exchange = ""  # the name of the newest
@@ -120,9 +116,7 @@ class StoreBootstrap:
             self._refuse(f"{self.name} was started with world_size {self.world_size}, {theirs}")
 
     def _claim_rank(self) -> bool:
-        """Whether no other process has the rank. One that has ended before the ranks met has it no
-        more.
-        """
+        """Whether no other process has the rank, or one that has ended before the ranks met."""
         key, own = f"claim/{self.rank}", json.dumps([os.getpid(), host_identity()])
         first = text_of(self._asked.compare_set(key, "", own))
         if first == own:
@@ -175,7 +169,14 @@ class StoreBootstrap:
     ) -> list[str]:
         """What stands there. Rank 0 collects it for all: the store gives 2 N values, not N * N."""
         everyones = f"{self._exchange}/all"
-        self._await_all(keys if self.rank == 0 else [everyones], keys, deadline, look)
+        wanted = keys if self.rank == 0 else [everyones]
+        pause = _POLL_S
+        while not self._asked.check(wanted):
+            look()
+            if deadline.is_over():
+                raise self._missing(keys)
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_POLL_S)
         if self.rank > 0:
             form = (str,) * self.world_size
             sent = self._asked.get(everyones)
@@ -190,22 +191,6 @@ class StoreBootstrap:
     def lost(self, error: RuntimeError) -> InitError:
         return InitError(f"{self.name} lost the meeting point (did rank 0 end?): {error}")
 
-    def _await_all(
-        self,
-        wanted: Sequence[str],
-        keys: Sequence[str],
-        deadline: Deadline,
-        look: Callable[[], None],
-    ) -> None:
-        """Waits for those wanted. keys: of all ranks, to tell which are missing."""
-        pause = _POLL_S
-        while not self._asked.check(wanted):
-            look()
-            if deadline.is_over():
-                raise self._missing(keys)
-            time.sleep(pause)
-            pause = min(2 * pause, _LONGEST_POLL_S)
-
     def _missing(self, keys: Sequence[str]) -> FastcommError:
         ranks = zip(self.names, keys, strict=True)
         missing = [name for name, key in ranks if not self._asked.check([key])]
@@ -218,8 +203,8 @@ class StoreBootstrap:
         )
 
     def look(self) -> None:
-        """Raises InitError if another rank is lost or has failed, or the store is gone. Raises
-        TakenIn, but only in the first exchange: after it the ranks have met.
+        """Raises InitError if another rank is lost or has failed, or the store is gone; TakenIn in
+        the first exchange. What the constructor got as look raises PeerLostError if one is lost.
         """
         try:
             if self._look_at_peers is not None:
@@ -248,9 +233,7 @@ class StoreBootstrap:
         count_as_finished(self._store)
 
     def part(self, name: str) -> Store:
-        """A part of the store for others who meet there, and do not wait in calls of torch's: over
-        the same connection.
-        """
+        """A part of the store for others to use, who do not wait in calls of torch's."""
         return PrefixStore(name, self._store)
 
     def store(self, name: str) -> Store:
@@ -280,7 +263,8 @@ def meet_in_group(group: dist.ProcessGroup, timeout: timedelta) -> StoreBootstra
     store = dist.distributed_c10d._get_process_group_store(group)
     with said_of(group.rank(), name):
         store = own_connection(store, timeout)
-    part, pass_on = own_part(store, group.rank(), timeout, name)
+        prefix, pass_on = enter_part(Asked(store, timeout), group.rank(), name)
+    part = PrefixStore(prefix, store)
     return StoreBootstrap(part, group.rank(), group.size(), timeout, pass_on=pass_on)
 
 
@@ -299,7 +283,10 @@ def meet(
         rank = launchers.number(started_by.rank) if rank is None else rank
         world_size = launchers.number(started_by.world_size) if world_size is None else world_size
         place = urlparse(launchers.meeting_point(started_by, world_size))
-        is_served = started_by is launchers.TORCHRUN and launchers.serves_store()
+        # Not rank 0 serves the store then, but torchrun.
+        is_served = started_by is launchers.TORCHRUN and (
+            os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        )
     if rank is None or world_size is None:
         raise ValueError(f"init_method {init_method!r} needs rank= and world_size=")
     if world_size < 1 or not 0 <= rank < world_size:
@@ -342,7 +329,7 @@ class MeetingPoint:
 
     def bootstrap(self, rank: int, world_size: int, timeout: timedelta) -> StoreBootstrap:
         """The bootstrap of a rank that comes here for the first time, or anew."""
-        self.prefix, pass_on = _enter_part(self.asked(), rank)
+        self.prefix, pass_on = enter_part(self.asked(), rank)
         part = PrefixStore(self.prefix, self.store)
         met = StoreBootstrap(part, rank, world_size, timeout, pass_on=pass_on)
         met.point = self
@@ -351,8 +338,7 @@ class MeetingPoint:
     def asked(self, prefix: str | None = None, patience: timedelta | None = None) -> Asked:
         """The store, or the part of it that has the prefix. patience: in place of the point's."""
         store = self.store if prefix is None else PrefixStore(prefix, self.store)
-        patience = self.patience if patience is None else patience
-        return Asked(store, patience.total_seconds())
+        return Asked(store, self.patience if patience is None else patience)
 
     def waiting(
         self, ranks: Sequence[int], *, patience: timedelta | None = None
@@ -389,15 +375,13 @@ class MeetingPoint:
         return True
 
     def reopen(self, timeout: timedelta) -> None:
-        """Opens the store anew. Where the process that has served it is gone, one of the same host
-        serves it from now on. Raises InitError.
-        """
+        """Opens the store again, or serves it if its host is this one. Raises InitError."""
         deadline = Deadline(timeout.total_seconds())
         while self._place.scheme == "tcp" and not deadline.is_over():
             is_served = _listens(self._place)
-            with contextlib.suppress(RuntimeError):  # it went, or another was faster
+            with contextlib.suppress(RuntimeError, OSError):  # it went, or another was faster
                 if is_served or _is_here(self._place):
-                    opened = partial(_tcp_store, self._place, not is_served, timeout)
+                    opened = partial(_open_store, self._place, 0, timeout, not is_served)
                     self.store = answer_of(opened, timeout.total_seconds())
                     return
             time.sleep(SLICE_S)
@@ -423,27 +407,9 @@ def _counter(name: str = "ranks") -> str:
     return f"{_prefix(name)}/n_meetings"
 
 
-def own_part(
-    store: Store, rank: int, timeout: timedelta, name: str = "ranks"
-) -> tuple[Store, Callable[[], None]]:
-    """The part of a store that belongs to one meeting alone, and a function to call once all ranks
-    are there: who comes afterwards meets in the next part. timeout: for the store to answer. name:
-    of those who meet.
-
-    The store counts the meetings, not the process: one that has met others before, and one that has
-    not, meet as well. A meeting that has failed is left by each rank as it comes again, so that
-    those who have not come yet learn of the failure.
-    """
-    with said_of(rank, name):
-        prefix, pass_on = _enter_part(Asked(store, timeout.total_seconds()), rank, name)
-    return PrefixStore(prefix, store), pass_on
-
-
 @contextlib.contextmanager
 def said_of(rank: int, name: str) -> Iterator[None]:
-    """Makes an InitError of the silence of the store at which this rank is to meet those of the
-    name.
-    """
+    """Makes an InitError of a Silence. name: of those whom this rank is to meet."""
     try:
         yield
     except Silence as silence:
@@ -453,7 +419,14 @@ def said_of(rank: int, name: str) -> Iterator[None]:
         ) from silence
 
 
-def _enter_part(store: Asked, rank: int, name: str = "ranks") -> tuple[str, Callable[[], None]]:
+def enter_part(store: Asked, rank: int, name: str = "ranks") -> tuple[str, Callable[[], None]]:
+    """The prefix of a part of the store that belongs to one meeting alone, and a function to call
+    once all ranks are there: who comes afterwards meets in the next part. name: of those who meet.
+
+    The store counts the meetings, not the process: one that has met others before, and one that has
+    not, meet as well. A meeting that has failed is left by each rank as it comes again, so that
+    those who have not come yet learn of the failure.
+    """
     counter, visitor = _counter(name), json.dumps([_PROCESS, os.getpid(), host_identity()])
     number = store.add(counter, 0)
     came = f"{_prefix(name)}/{number}/came/{rank}"
@@ -539,34 +512,26 @@ def _open_store(place: ParseResult, world_size: int, timeout: timedelta, is_serv
                 f"{os.path.dirname(place.path)} is not a folder this process can write to"
             )
         return FileStore(place.path, world_size)
-    if not is_server:
-        assert place.hostname is not None and place.port is not None  # for the type checker
-        _await_server(place.hostname, place.port, timeout.total_seconds())
-    return _tcp_store(place, is_server, timeout)
-
-
-def _tcp_store(place: ParseResult, is_server: bool, timeout: timedelta) -> TCPStore:
-    """Does not wait for the ranks: it could not say which one is missing."""
     assert place.hostname is not None and place.port is not None  # for the type checker
+    if not is_server:
+        _await_server(place.hostname, place.port, timeout.total_seconds())
     return TCPStore(
         place.hostname,
         place.port,
         is_master=is_server,
         timeout=timeout,
-        wait_for_workers=False,
+        wait_for_workers=False,  # it could not say which one is missing
         multi_tenant=True,
     )
 
 
 def _is_here(place: ParseResult) -> bool:
     """Whether the place is one of this host's addresses."""
-    try:
-        for family, kind, _, _, address in socket.getaddrinfo(place.hostname, 0):
-            with socket.socket(family, kind) as probe:
-                probe.bind(address)
-                return True
-    except OSError:
-        pass
+    with contextlib.suppress(OSError):
+        family, kind, _, _, address = socket.getaddrinfo(place.hostname, 0)[0]
+        with socket.socket(family, kind) as probe:
+            probe.bind(address)
+            return True
     return False
 
 
@@ -581,9 +546,7 @@ def _listens(place: ParseResult) -> bool:
 
 
 def _await_server(host: str, port: int, timeout_s: float) -> None:
-    """Returns when somebody listens there. A TCPStore would try as long, but print pages of C++
-    frames. Raises OSError.
-    """
+    """Raises OSError if nobody listens there. A TCPStore would print pages of C++ frames."""
     deadline = Deadline(timeout_s)
     while True:
         try:

@@ -33,9 +33,7 @@ class Channels:
     """All channels of one rank of a communicator. They end with it."""
 
     def __init__(self, comm: Transport, connect: Callable[[int, int], Transport]) -> None:
-        """connect: makes the communicator of a channel, from rank to rank. Collective there. While
-        it waits for the other rank it calls look() of this.
-        """
+        """connect: makes the communicator of a channel, and calls look() of this while it waits."""
         self._connect = connect
         self._rank, self._processes = comm.rank, comm.processes
         self._standing = Standing()
@@ -60,23 +58,18 @@ class Channels:
             increment_version(tensor)  # also where the thread comes to it later
         channel = self._channels.get((src, dst))
         if channel is None:
-            channel = _Channel(src, dst, peer, self._meet, self._standing)
-            self._channels[src, dst] = channel
+            channel = self._channels[src, dst] = _Channel(
+                src, dst, peer, partial(self._meet, src, dst), self._standing
+            )
         return channel.move(tensor, async_op)
 
     def _meet(self, src: int, dst: int, tensor: Tensor) -> Transport:
-        """Makes the communicator of a channel. Until it is there, a dump shows the first message as
-        one that this rank waits for.
-        """
+        """Makes the communicator of a channel. Until then a dump shows that its message waits."""
         ends = self._processes[src], self._processes[dst]
         flight = FlightRecorder("", int(self._rank == dst), ends)
         flight.channel = src, dst
         flight.note("broadcast", tensor.dtype, tensor.numel(), 1)
-        try:
-            comm = self._connect(src, dst)
-        except FastcommError as error:
-            Standing().end(error)  # tells who writes dumps of failures
-            raise
+        comm = self._connect(src, dst)
         comm.flight.channel = src, dst
         return comm
 
@@ -110,16 +103,15 @@ class _Channel:
         src: int,
         dst: int,
         peer: int,
-        meet: Callable[[int, int, Tensor], Transport],
-        standing: Standing,
+        meet: Callable[[Tensor], Transport],
+        of_all: Standing,
     ) -> None:
-        """standing: of all channels."""
+        """of_all: the standing of all channels."""
         self._name = f"a message from rank {src} (here rank 0) to rank {dst} (here rank 1)"
         self._peer = peer
-        self._make = partial(meet, src, dst)
-        self._standing = standing
+        self._meet, self._of_all = meet, of_all
+        self._standing = Standing()  # of the meeting: it tells who writes dumps of failures
         self._comm: Transport | None = None
-        self._failure: FastcommError | None = None  # of the meeting
         self._newest: _Message | None = None
         self._queue: SimpleQueue[_Message | None] | None = None
 
@@ -153,21 +145,20 @@ class _Channel:
         return self._newest is None or self._newest.is_launched
 
     def _communicator(self, first: Tensor) -> Transport:
-        """first: what the first message passes on. Errors of the meeting name the ranks as users
-        do.
-        """
-        if self._failure is not None:
-            raise self._failure
+        """first: what the first message passes on."""
+        if self._standing.failure is not None:
+            raise again(self._standing.failure)
         if self._comm is None:
             try:
-                self._comm = self._make(first)
+                self._comm = self._meet(first)
             except FastcommError as error:
-                self._failure = error
+                self._standing.end(error)
                 raise
             except BaseException as error:  # of a signal handler, say
-                self._failure = FastcommError(f"{error!r} has interrupted the first message")
+                why = f"{error!r} has interrupted the first message"
+                self._standing.end(FastcommError(why))
                 raise
-            if self._standing.failure is not None:  # while the ranks met
+            if self._of_all.failure is not None:  # while the ranks met
                 self._comm.abort()
         return self._comm
 

@@ -29,7 +29,7 @@ from fastcomm.comm.objects import gather_objects
 from fastcomm.comm.transport import Transport
 from fastcomm.comm.who import Process
 from fastcomm.errors import FastcommError, PeerLostError, TimeoutError
-from fastcomm.launching.asking import ANSWER_S, Silence, answer_of
+from fastcomm.launching.asking import Silence
 from fastcomm.launching.bootstrap import (
     PROCESS,
     Caller,
@@ -152,9 +152,7 @@ class Fixed:
         backend: str,
         neighbours: Sequence[int],
     ) -> None:
-        """bootstrap: where the ranks have met. backend: that of the parts. neighbours: the ranks of
-        this host.
-        """
+        """backend: that of the parts. neighbours: the ranks of this host."""
         self._bootstrap, self._connect, self._backend = bootstrap, connect, backend
         self.neighbours = neighbours
         self._pid = os.getpid()
@@ -207,9 +205,7 @@ class Fixed:
         return self._channels
 
     def _look_for_peer(self, peer: Process) -> None:
-        """Raises PeerLostError if its process has ended, as far as this host knows; FastcommError
-        if this rank's communicator has ended.
-        """
+        """Raises FastcommError if the peer's process or this rank's communicator has ended."""
         if self._channels is not None:
             self._channels.look()
         if peer.rank in self.neighbours and process_has_ended(peer.pid):
@@ -233,13 +229,10 @@ class Fixed:
         try:
             bootstrap = StoreBootstrap(store, *place, timeout, caller, ranks, look)
             part, neighbours = self._connect(bootstrap, self._backend)
-        except BaseException as error:
-            told = f"rank {rank} failed in {caller.name}: {type(error).__name__}: {error}"
-            with contextlib.suppress(RuntimeError):  # the store is what has failed
-                answer_of(partial(store.compare_set, "failed", "", told), ANSWER_S)
-            if isinstance(error, RuntimeError) and not isinstance(error, FastcommError):
-                raise self._bootstrap.lost(error) from error
+        except FastcommError:
             raise
+        except RuntimeError as error:
+            raise self._bootstrap.lost(error) from error
         part.membership = Fixed(bootstrap, self._connect, self._backend, neighbours)
         return part
 
@@ -247,9 +240,7 @@ class Fixed:
 def _wishes_of_all(
     comm: Transport, color: object, key: object, n_splits: int
 ) -> list[tuple[int | None, int, int]]:
-    """Every rank's color, key and number of splits, by rank. Raises TypeError, on all ranks, for
-    what is no color or key.
-    """
+    """Every rank's color, key and number of splits, by rank. Raises TypeError on all ranks."""
     problem: str | None = None
     numbers: tuple[int | None, int] = None, 0
     try:
@@ -293,10 +284,6 @@ class Membership(Fixed):
         self.is_new = is_new
         self._silent_until = 0.0  # the store, for all that is known
 
-    def has_caught_up(self) -> None:
-        """This process has all that the others have."""
-        self.is_new = False
-
     @property
     def newest(self) -> Transport | None:
         if self._newest is not None:  # lets go of those in between
@@ -308,11 +295,9 @@ class Membership(Fixed):
     def rebuild(self, comm: Transport, timeout: timedelta) -> Transport:
         """See Communicator.rebuild."""
         newest = self.newest
-        if newest is not None and newest.failure is None:
-            return newest
         if newest is not None:
             membership: Membership = newest.membership
-            return membership.rebuild(newest, timeout)
+            return newest if newest.failure is None else membership.rebuild(newest, timeout)
         self._newest = self._meet_anew(comm, timeout)
         comm.close()
         return self._newest
@@ -369,9 +354,12 @@ class Membership(Fixed):
         """Takes part in a meeting until it is known who does. None: the next one is held. before:
         the meeting before. unreachable: its ranks of which the communicator said so.
         """
-        decided = self._newest_decided()
-        if decided is not None and decided.number > before.number and decided.own_rank is None:
-            return decided
+        key = f"{self._meeting.prefix}/decided"
+        store = self._point.asked()
+        if store.check([key]):
+            decided = Meeting.read(text_of(store.get(key)), before.n_started)
+            if decided.number > before.number and decided.own_rank is None:
+                return decided
         rank = before.own_rank
         assert rank is not None  # for the type checker
         me = before.members[rank]._replace(before=rank)
@@ -396,13 +384,6 @@ class Membership(Fixed):
             pause = min(2 * pause, _LONGEST_PAUSE_S)
         note = text_of(store.get("members"))
         return None if note == _GIVEN_UP else Meeting.read(note, before.n_started)
-
-    def _newest_decided(self) -> Meeting | None:
-        key = f"{self._meeting.prefix}/decided"
-        store = self._point.asked()
-        if not store.check([key]):
-            return None
-        return Meeting.read(text_of(store.get(key)), self._meeting.n_started)
 
     def _decide(self, store: Any, number: int, before: Meeting) -> None:
         """Writes down who takes part: those who came, and who waits for a first meeting."""
@@ -468,18 +449,16 @@ class _Others:
     def look(self, store: Any) -> None:
         """Notes who has come or is lost meanwhile, and tells the others of the latter."""
         for started_as in self._members.keys() - self.lost:
-            if self._members[started_as].has_ended():
-                self._lose(store, started_as)
-            elif store.check([f"lost/{started_as}"]):
+            has_ended = self._members[started_as].has_ended()
+            if not has_ended and store.check([f"lost/{started_as}"]):
                 self.lost.add(started_as)
-            elif started_as in self._came or store.check([f"came/{started_as}"]):
+            elif not has_ended and (
+                started_as in self._came or store.check([f"came/{started_as}"])
+            ):
                 self._came.add(started_as)
-            elif started_as in self._unreachable:
-                self._lose(store, started_as)
-
-    def _lose(self, store: Any, started_as: int) -> None:
-        store.set(f"lost/{started_as}", "")
-        self.lost.add(started_as)
+            elif has_ended or started_as in self._unreachable:
+                store.set(f"lost/{started_as}", "")
+                self.lost.add(started_as)
 
     @property
     def are_known(self) -> bool:
@@ -513,16 +492,12 @@ def arrive(
         Member(rank, rank, pid, here if rank in neighbours else "another")
         for rank, pid, _ in comm.processes
     ]
-    first = Meeting(point.prefix, 0, _lasting(backend, comm), n_started, n_started, members)
+    # The remaining ranks may be on fewer hosts, and those that come on more. What a reducer can do
+    # does not become less.
+    lasting = backend if comm.backend == "shm" else comm.backend
+    first = Meeting(point.prefix, 0, lasting, n_started, n_started, members)
     comm.membership = Membership(point, bootstrap, connect, first)
     return comm
-
-
-def _lasting(backend: str, comm: Transport) -> str:
-    """The backend for the remaining ranks, which may be on fewer hosts, and for those that come,
-    which may be on more. What a reducer can do does not become less.
-    """
-    return backend if comm.backend == "shm" else comm.backend
 
 
 def connect_members(

@@ -130,12 +130,15 @@ class Processes:
     # -- signals -----------------------------------------------------------------------------------
 
     def __enter__(self) -> Processes:
+        ours: dict[signal.Signals, Callable[[int, FrameType | None], None]] = {
+            **dict.fromkeys(_ENDING, self._note),
+            **dict.fromkeys(_FORWARDED, self._forward),
+            signal.SIGTSTP: self._stop,
+        }
         if threading.current_thread() is threading.main_thread():  # no other may have handlers
-            for number in _ENDING:
-                self._handle(number, self._note)
-            for number in _FORWARDED:
-                self._handle(number, self._forward)
-            self._handle(signal.SIGTSTP, self._stop)
+            for number, handler in ours.items():
+                if signal.getsignal(number) in _DEFAULTS:
+                    self._handlers[number] = signal.signal(number, handler)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -148,13 +151,6 @@ class Processes:
         finally:
             for handled, handler in self._handlers.items():
                 signal.signal(handled, handler)
-
-    def _handle(
-        self, number: signal.Signals, handler: Callable[[int, FrameType | None], None]
-    ) -> None:
-        before = signal.getsignal(number)
-        if before in _DEFAULTS:
-            self._handlers[number] = signal.signal(number, handler)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         """Raises nothing, as a rank that is being started would be lost from sight."""
@@ -202,9 +198,7 @@ class _Stream:
 
 
 def _print(pipe: IO[str], prefix: str, to: _Stream) -> None:
-    """On a thread: prints what a rank writes to the pipe, by whole lines. Every update of a
-    progress bar is one: the pipe has universal newlines.
-    """
+    """Prints a rank's lines. Universal newlines make one of each update of a progress bar."""
     with pipe:
         for line in pipe:
             to.write(prefix + line.removesuffix("\n") + "\n")

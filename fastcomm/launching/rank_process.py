@@ -56,9 +56,7 @@ def main() -> None:
 
 
 def run_script(command: Sequence[str]) -> None:
-    """Runs the script as Python itself would: as the main module, which stays until the process
-    ends, with its folder first on sys.path.
-    """
+    """Runs the script as Python itself would, as the main module until the process ends."""
     path = command[0]
     script = types.ModuleType("__main__")
     script.__file__ = path
@@ -72,9 +70,7 @@ def run_script(command: Sequence[str]) -> None:
 
 
 def answer(folder: Path) -> None:
-    """Makes the call that the folder holds, where its main module can be found again, as it can in
-    a process of multiprocessing's.
-    """
+    """Makes the call that the folder holds, with the main module as multiprocessing imports it."""
     preparation, packed = pickle.loads((folder / "call").read_bytes())
     global is_importing
     is_importing = True

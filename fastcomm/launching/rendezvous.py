@@ -10,7 +10,7 @@ import contextlib
 import functools
 import os
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -22,7 +22,7 @@ from fastcomm.comm.messages import Form
 from fastcomm.comm.transport import Transport
 from fastcomm.errors import InitError
 from fastcomm.launching import launchers
-from fastcomm.launching.bootstrap import StoreBootstrap, meet, meet_in_group
+from fastcomm.launching.bootstrap import StoreBootstrap, TakenIn, meet, meet_in_group
 from fastcomm.launching.bootstrap import host_identity as _host_identity
 from fastcomm.launching.membership import Fixed, arrive
 from fastcomm.postmortem.dump import watch
@@ -100,7 +100,7 @@ def connect(
     """
     watch()  # from now on it tells other ranks, and whoever asks for a dump, where it stands
     answer_questions()
-    with _told_to_all(bootstrap):
+    try:
         neighbours = _neighbours(bootstrap, backend, device)
         comm = _communicator(bootstrap, neighbours, device, timeout)
         if is_own_store:
@@ -108,16 +108,12 @@ def connect(
         # the store may live in one of the ranks: it must not go before all have read from it
         comm.barrier()
         return comm, neighbours.ranks
-
-
-@contextlib.contextmanager
-def _told_to_all(bootstrap: StoreBootstrap) -> Iterator[None]:
-    """Reports an error in the block to the other ranks, so that they stop waiting."""
-    try:
-        yield
-    except Exception as error:
+    except TakenIn:  # no failure
+        raise
+    except BaseException as error:  # the other ranks are to stop waiting
+        why = str(error) or type(error).__name__
         with contextlib.suppress(RuntimeError):  # the meeting point may be what failed
-            bootstrap.fail(f"{bootstrap.name} failed in {bootstrap.caller}: {error}")
+            bootstrap.fail(f"{bootstrap.name} failed in {bootstrap.caller}: {why}")
         raise
 
 
@@ -129,8 +125,12 @@ def _choose_device(
 ) -> torch.device:
     """The device of the gradients, with an index if it is a CUDA device."""
     if device is None:
-        wants_cuda = backend in ("auto", "nccl") and torch.cuda.is_available()
-        device = f"cuda:{_cuda_index(rank, world_size)}" if wants_cuda else "cpu"
+        device = "cpu"
+        if backend in ("auto", "nccl") and torch.cuda.is_available():
+            # Some launchers show each rank its own device alone.
+            is_only = torch.cuda.device_count() == 1
+            index = 0 if is_only else launchers.local_rank(rank, world_size)
+            device = "cuda" if index is None else f"cuda:{index}"
     place = torch.device(device)
     if place.type == "cuda" and not torch.cuda.is_available():
         raise InitError(
@@ -160,14 +160,6 @@ def _check_arguments(backend: str, init_method: object, timeout: object, group: 
             f"group must be a torch.distributed group that this rank is in; got {group!r} (of "
             'a DeviceMesh, pass mesh["name"].get_group())'
         )
-
-
-def _cuda_index(rank: int | None, world_size: int | None) -> int:
-    """Which of the CUDA devices that this process sees is its own."""
-    if torch.cuda.device_count() == 1:  # some launchers show each rank its own device alone
-        return 0
-    mine = launchers.local_rank(rank, world_size)
-    return torch.cuda.current_device() if mine is None else mine
 
 
 class _Neighbours(NamedTuple):
@@ -247,14 +239,6 @@ def _cores_of(pid: int) -> set[int]:
         return os.sched_getaffinity(0)
 
 
-def _chosen(backend: str, hosts: Sequence[Sequence[int]]) -> str:
-    """What "auto" means on the CPU."""
-    if backend != "auto":
-        return backend
-    is_crowded = max(map(len, hosts)) > MAX_RANKS
-    return "group" if is_crowded else "shm" if len(hosts) == 1 else "hierarchical"
-
-
 def _refuse_different(backends: Sequence[str], names: Sequence[int]) -> None:
     """Raises InitError, on all ranks, where they ask for different ones."""
     by_backend: dict[str, list[int]] = {}
@@ -279,9 +263,10 @@ def _neighbours(bootstrap: StoreBootstrap, backend: str, place: torch.device) ->
     hosts: dict[str, list[int]] = {}
     for rank, (identity, _) in enumerate(told):
         hosts.setdefault(identity, []).append(rank)
-    backends = [_chosen(theirs, list(hosts.values())) for _, theirs in told]
-    _refuse_different(backends, bootstrap.names)
     n_most = max(map(len, hosts.values()))
+    chosen = "group" if n_most > MAX_RANKS else "shm" if len(hosts) == 1 else "hierarchical"
+    backends = [chosen if theirs == "auto" else theirs for _, theirs in told]
+    _refuse_different(backends, bootstrap.names)
     if bootstrap.names[bootstrap.rank] == 0 and asked == "auto" and n_most > MAX_RANKS:
         warnings.warn(
             f"a host has {n_most} ranks, and shared memory takes {MAX_RANKS}: 'auto' takes Gloo "

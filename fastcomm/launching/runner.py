@@ -39,9 +39,7 @@ _HAS_ENDED = (  # and a rank that waited for it has lost it
 
 
 class Raised(NamedTuple):
-    """How a rank has failed, as rank_process.py leaves it. is_lost: only because of another one,
-    which may say why.
-    """
+    """How a rank has failed, as rank_process.py leaves it. is_lost: only because of another."""
 
     at_s: float
     is_lost: bool
@@ -86,7 +84,10 @@ def launch(
     with _new_folder() as name:
         folder = Path(name)
         with _in_folder():  # rank_process.py reads it before it has fastcomm
-            (folder / "call").write_bytes(pickle.dumps((_preparation(), packed)))
+            # What multiprocessing tells a new process of this one: among others, its main module.
+            preparation: dict[str, Any] = spawn.get_preparation_data("fastcomm rank")
+            del preparation["authkey"]  # is not to be written anywhere
+            (folder / "call").write_bytes(pickle.dumps((preparation, packed)))
         failure = _start(ranks, threads, [], folder)
         if failure is not None:
             raise FastcommError(failure.text)
@@ -116,9 +117,7 @@ def run(
 
 
 def _numbers(ranks: int | None, threads: int | None) -> tuple[int, int]:
-    """The numbers of ranks, and of threads in each; None: what the environment says, or what suits
-    the machine.
-    """
+    """The numbers of ranks, and of threads in each; None: what suits the machine."""
     for name, given in (("ranks", ranks), ("threads", threads)):
         if not isinstance(given, (int, NoneType)):
             raise TypeError(f"{name} must be an int; got {given!r}")
@@ -153,9 +152,7 @@ def _start(
     n_replacements: int = 0,
     is_plain: bool = False,
 ) -> Failure | None:
-    """Returns when all have ended: None if well. script: with its arguments; without one the ranks
-    make the call that the folder holds.
-    """
+    """script: with its arguments; without one the ranks make the call that the folder holds."""
     command = (sys.executable, str(_BEGINNING), str(os.getpid()), str(folder), *script)
     environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
     # Here, as it is to outlive every rank. Its port is chosen by the system.
@@ -213,9 +210,7 @@ def _variables(rank: int, ranks: int, port: int) -> dict[str, object]:
 def _are_over(
     running: Collection[int], replaced: set[int], point: MeetingPoint, folder: Path
 ) -> bool:
-    """Whether all ranks have come to their end, but for those that took the place of others, and
-    wait for them in vain.
-    """
+    """Whether all have ended, but for those that took others' places and wait for them in vain."""
     if not running:
         return True
     may_be_too_late = replaced.issuperset(running) and bool(ended_in(folder))
@@ -272,13 +267,6 @@ def _left_in(folder: Path, what: str) -> dict[int, Path]:
     """By rank, the files of that name."""
     named = ((path.name.partition("-")[2], path) for path in folder.glob(f"{what}-*"))
     return {int(rank): path for rank, path in named if rank.isdecimal()}
-
-
-def _preparation() -> dict[str, Any]:
-    """What multiprocessing tells a new process of this one: among others, its main module."""
-    preparation: dict[str, Any] = spawn.get_preparation_data("fastcomm rank")
-    del preparation["authkey"]  # is not to be written anywhere
-    return preparation
 
 
 def _packed(function: Callable[..., Any], args: Sequence[Any]) -> bytes:
@@ -370,15 +358,10 @@ def _first_failure(
     pid, exit_code = failures[others[0]]
     how = f"ended with exit code {exit_code}"
     if exit_code < 0:
-        how, exit_code = f"was ended by {_name_of_signal(-exit_code)}", 128 - exit_code
+        names = {int(one): one.name for one in signal.Signals}  # without the real-time signals
+        how = f"was ended by {names.get(-exit_code, f'signal {-exit_code}')}"
+        exit_code = 128 - exit_code
     return Failure(f"{Process(others[0], pid).in_words()} {how}", exit_code)
-
-
-def _name_of_signal(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:  # one of the real-time signals
-        return f"signal {number}"
 
 
 def _with_victims(failure: Failure, raised: Mapping[int, Raised]) -> Failure:

@@ -36,14 +36,16 @@ _borrowers: WeakKeyDictionary[c10d.Reducer, Empty] = WeakKeyDictionary()
 
 
 def lend_memory_to_ddp(group: dist.ProcessGroup, empty: Empty) -> None:
-    """From now on DDP's buckets on the CPU over this group are tensors that `empty` returns, given
-    their number of elements and their dtype.
-    """
+    """From now on `empty`, given a numel and a dtype, makes this group's buckets on the CPU."""
     _lenders[group] = empty
+    _make_reducers_borrow()
+
+
+@functools.cache
+def _make_reducers_borrow() -> None:
     reducer: Any = c10d.Reducer
-    if not hasattr(reducer.__init__, "lends"):
-        reducer.__init__ = _lending(reducer.__init__)
-        reducer._rebuild_buckets = _lending_again(reducer._rebuild_buckets)
+    reducer.__init__ = _lending(reducer.__init__)
+    reducer._rebuild_buckets = _lending_again(reducer._rebuild_buckets)
 
 
 class _Lent(TorchDispatchMode):
@@ -97,7 +99,6 @@ def _lending(init: Callable[..., None]) -> Callable[..., None]:
             init(self, *arguments, **options)
         _borrowers[self] = empty
 
-    lending.lends = True  # type: ignore[attr-defined]
     return lending
 
 

@@ -10,6 +10,7 @@ CPU and CUDA.
 # Not `from __future__ import annotations`: DDP compares the annotations of hooks with types.
 
 from collections import deque
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -40,9 +41,7 @@ class HookState:
         self._stream = torch.cuda.Stream(comm.device) if comm.device.type == "cuda" else None
 
     def _wire_of(self, index: int, buffer: Tensor) -> Tensor:
-        """The tensor that is reduced for DDP's bucket `index`: its buffer, or memory of ours in the
-        wire dtype, kept from step to step.
-        """
+        """What is reduced: DDP's buffer, or memory in the wire dtype, kept from step to step."""
         if self.wire_dtype is None or self.wire_dtype == buffer.dtype:
             return buffer
         wire = self._wires.get(index)
@@ -52,31 +51,22 @@ class HookState:
         return wire
 
 
-class _Reduction:
+class _Reduction(NamedTuple):
     """A bucket under way, and the future that DDP waits for."""
 
-    def __init__(self, state: HookState, buffer: Tensor, wire: Tensor, work: Work) -> None:
-        self._state = state
-        self._buffer = buffer
-        self._wire = wire
-        self._work = work
-        self.future: torch.futures.Future[Tensor] = torch.futures.Future(
-            devices=[buffer.device] if buffer.is_cuda else None
-        )
+    buffer: Tensor
+    wire: Tensor
+    work: Work
+    future: torch.futures.Future[Tensor]
 
-    def is_completed(self) -> bool:
-        return self._work.is_completed()
-
-    def finish(self) -> None:
-        """Puts the result into DDP's buffer. On CUDA it does so on a stream of its own, without
-        blocking the host; the future records an event on that stream.
-        """
+    def finish(self, stream: torch.cuda.Stream | None) -> None:
+        """Puts the result into DDP's buffer: on the stream, where the future records an event."""
         try:
-            with torch.cuda.stream(self._state._stream):  # None: no change
-                self._work.wait()
-                if self._wire is not self._buffer:
-                    self._buffer.copy_(self._wire)
-                self.future.set_result(self._buffer)
+            with torch.cuda.stream(stream):  # None: no change
+                self.work.wait()
+                if self.wire is not self.buffer:
+                    self.buffer.copy_(self.wire)
+                self.future.set_result(self.buffer)
         except Exception as error:
             # A copy: the frames of what is raised hold the future, and the backward's graph. No
             # garbage collector sees that circle.
@@ -102,10 +92,10 @@ def all_reduce_hook(
         torch.mul(buffer, 1.0 / state.comm.world_size, out=wire)
     work = state.comm.all_reduce(wire, "mean" if wire is buffer else "sum", async_op=True)
     assert work is not None  # for the type checker: async_op was asked for
-    reduction = _Reduction(state, buffer, wire, work)
-    state._under_way.append(reduction)
+    future = torch.futures.Future[Tensor](devices=[buffer.device] if buffer.is_cuda else None)
+    state._under_way.append(_Reduction(buffer, wire, work, future))
     while state._under_way and (
-        state._stream is not None or bucket.is_last() or state._under_way[0].is_completed()
+        state._stream is not None or bucket.is_last() or state._under_way[0].work.is_completed()
     ):
-        state._under_way.popleft().finish()
-    return reduction.future
+        state._under_way.popleft().finish(state._stream)
+    return future

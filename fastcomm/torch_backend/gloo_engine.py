@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -34,33 +34,18 @@ _DYING_S = 0.3  # a process that is killed closes its connections a little befor
 _TRANSFERS = ("send", "recv", "recv_anysource")
 
 
-class Peers:
-    """The processes of a group's other ranks on this host. Torch's engines only say that a
-    connection broke; the kernel knows which process has ended. No thread watches: a look costs a
-    few microseconds per process.
+def ended(peers: Iterable[Process]) -> list[Process]:
+    """Those of this host that have ended. Torch's engines only say that a connection broke; the
+    kernel knows which process has ended. A look costs a few microseconds per process.
     """
-
-    def __init__(self, processes: Iterable[Process]) -> None:
-        self._processes = tuple(processes)
-
-    def ended(self, ranks: Collection[int] | None = None) -> list[Process]:
-        """Those of `ranks` (None: all) that have ended."""
-        wanted = [one for one in self._processes if ranks is None or one.rank in ranks]
-        return [one for one in wanted if process_has_ended(one.pid)]
-
-    def ended_soon(self) -> list[Process]:
-        """Returns as `ended`; waits a moment for the first one."""
-        deadline = Deadline(_DYING_S)
-        while not (ended := self.ended()) and not deadline.is_over():
-            time.sleep(0.005)
-        return ended
+    return [one for one in peers if process_has_ended(one.pid)]
 
 
 class GlooEngine:
     """Calls Gloo, and raises PeerLostError where a process of this host has ended."""
 
-    def __init__(self, gloo: Any, peers: Peers, members: Sequence[int]) -> None:
-        """peers: by rank of the group. members: each rank's number among all, for messages."""
+    def __init__(self, gloo: Any, peers: Sequence[Process], members: Sequence[int]) -> None:
+        """peers: the other ranks on this host. members: the number of each rank among all."""
         self._gloo, self._peers, self._members = gloo, peers, members
 
     def call(self, name: str, *arguments: Any) -> EngineWork:
@@ -103,14 +88,13 @@ class GlooEngine:
             raise
 
     def raise_if_lost(self, name: str, error: RuntimeError | None = None) -> None:
-        """Raises PeerLostError, from Gloo's error if there is one, when a process has ended. Gives
-        one whose connection broke the time to end.
-        """
-        has_broken = _OF_CONNECTIONS in str(error)
-        ended = self._peers.ended_soon() if has_broken else self._peers.ended()
-        if not ended:
-            return
-        lost = [one._replace(rank=self._members[one.rank]) for one in ended]
+        """Raises PeerLostError if a process has ended, or ends soon as its connection broke."""
+        deadline = Deadline(_DYING_S if _OF_CONNECTIONS in str(error) else 0)
+        while not (found := ended(self._peers)):
+            if deadline.is_over():
+                return
+            time.sleep(0.005)
+        lost = [one._replace(rank=self._members[one.rank]) for one in found]
         own = self._members[self._gloo.rank()]
         gloo_says = f": {error}" if error is not None else ""
         message = f"{in_words(lost)} died; rank {own} waits in {name}, over Gloo{gloo_says}"
@@ -118,9 +102,7 @@ class GlooEngine:
 
 
 def _flat(argument: Any, places: list[tuple[Tensor, Tensor]]) -> Any:
-    """The argument with tensors whose memory holds their elements, one after the other. places:
-    gets the tensors that were copied, each with its copy.
-    """
+    """The argument with contiguous tensors. places: gets those copied, each with its copy."""
     if isinstance(argument, list):
         return [_flat(one, places) for one in argument]
     if not isinstance(argument, Tensor) or argument.layout is not torch.strided:
@@ -137,14 +119,6 @@ def _tensors(outputs: Any) -> list[Tensor]:
     if isinstance(outputs, list):
         return _tensors(outputs[0]) if outputs and isinstance(outputs[0], list) else outputs
     return [outputs]
-
-
-def _slice(left_s: float) -> timedelta:
-    """How long to wait before the next look for processes that have ended: Gloo ends at once only
-    the waits for the lost rank itself. Torch drops fractions of milliseconds, and takes 0 for no
-    limit.
-    """
-    return timedelta(milliseconds=max(1, math.ceil(1e3 * min(LONG_SLICE_S, left_s))))
 
 
 class EngineWork(BackendWork):
@@ -166,14 +140,17 @@ class EngineWork(BackendWork):
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Raises PeerLostError if a rank is known to be lost, else Gloo's error.
 
-        Waits in slices, to look for lost ranks in between. That a slice is over says nothing of the
-        collective: only a completed one has an error of its own.
+        Waits in slices, to look for lost ranks in between: Gloo ends at once only the waits for the
+        lost rank itself. That a slice is over says nothing of the collective: only a completed one
+        has an error of its own.
         """
         seconds = timeout.total_seconds() if timeout is not None else 0
         deadline = Deadline(seconds if seconds > 0 else math.inf)
         while not self._work.is_completed():
+            # Torch drops fractions of milliseconds, and takes 0 for no limit.
+            slice_ms = max(1, math.ceil(1e3 * min(LONG_SLICE_S, deadline.left_s())))
             try:
-                self._work.wait(_slice(deadline.left_s()))
+                self._work.wait(timedelta(milliseconds=slice_ms))
                 break
             except RuntimeError:
                 if self._work.is_completed():

@@ -28,19 +28,20 @@ from torch.distributed import PrefixStore, ReduceOp  # type: ignore[attr-defined
 
 from fastcomm.comm.autograd_stack import caller_is_called_by_autograd
 from fastcomm.comm.collective import CPU_DTYPES, REDUCTIONS, refuse_without_memory
-from fastcomm.comm.who import in_words
+from fastcomm.comm.who import Process, in_words
 from fastcomm.errors import InitError, PeerLostError
+from fastcomm.launching.asking import Asked
 from fastcomm.launching.bootstrap import (
     Caller,
     StoreBootstrap,
     count_as_finished,
+    enter_part,
     own_connection,
-    own_part,
     said_of,
 )
 from fastcomm.launching.rendezvous import connect, warn_of_threads
 from fastcomm.torch_backend.ddp_buckets import lend_memory_to_ddp
-from fastcomm.torch_backend.gloo_engine import GlooEngine, Peers
+from fastcomm.torch_backend.gloo_engine import GlooEngine, ended
 from fastcomm.torch_backend.work import (
     Finished,
     SharedCommunicator,
@@ -72,9 +73,7 @@ _DONE = Finished([])
 
 
 def _left_to_engine(name: str, *, tensors_at: int) -> Callable[..., c10d.Work]:
-    """The method for a call that torch's engine carries out alone. tensors_at: of the
-    argument whose first tensor says on which device.
-    """
+    """A call of torch's engine. tensors_at: of the argument whose tensors say on which device."""
 
     def call(group: ProcessGroup, *arguments: Any) -> c10d.Work:
         return group._by_engine(name, arguments[tensors_at][0], *arguments)
@@ -105,7 +104,10 @@ class ProcessGroup(dist.ProcessGroup):
         # Ranks may begin again on a store that has outlived a group of the same name: its keys are
         # not for this group.
         members = f"group {options.group_id} of {options.global_ranks_in_group}"
-        self._store, pass_on = own_part(options.store, self.rank(), options.timeout, members)
+        with said_of(self.rank(), members):
+            asked = Asked(options.store, options.timeout)
+            prefix, pass_on = enter_part(asked, self.rank(), members)
+        self._store = PrefixStore(prefix, options.store)
         self._timeout: timedelta = options.timeout
         # Rank r of this group is rank members[r] of all.
         self._members: list[int] = options.global_ranks_in_group or list(range(self.size()))
@@ -128,7 +130,7 @@ class ProcessGroup(dist.ProcessGroup):
 
     def _connect(
         self, name: str, device: torch.device, caller: Caller
-    ) -> tuple[SharedCommunicator, Peers]:
+    ) -> tuple[SharedCommunicator, list[Process]]:
         """Makes a communicator. Also returns the processes of the other ranks on this host."""
         world = dist.group.WORLD
         look = partial(world.look_for, self._members) if isinstance(world, ProcessGroup) else None
@@ -144,14 +146,11 @@ class ProcessGroup(dist.ProcessGroup):
             bootstrap, "auto", device=device, timeout=self._timeout, is_own_store=False
         )
         warn_of_threads(comm, neighbours)
-        return SharedCommunicator(comm), Peers(
-            comm.processes[rank] for rank in neighbours if rank != self.rank()
-        )
+        peers = [comm.processes[rank] for rank in neighbours if rank != self.rank()]
+        return SharedCommunicator(comm), peers
 
     def _register_engines(self, options: Any) -> None:
-        """Gives the base class the engines for the other calls, one per device. The backend type
-        says which of them is the default.
-        """
+        """Gives the base class the engines for the other calls, one per device."""
         types = dist.ProcessGroup.BackendType
         self._nccl_engine: Any = None
         gloo = dist.ProcessGroupGloo(
@@ -180,21 +179,16 @@ class ProcessGroup(dist.ProcessGroup):
     # -- the end --
 
     def shutdown(self) -> None:
-        """Called by destroy_process_group. Not collective: peers that still wait for this rank get
-        PeerLostError.
-        """
-        for shared in self._communicators():
+        """For destroy_process_group. Peers that still wait for this rank get PeerLostError."""
+        for shared in filter(None, (self._cpu, self._nccl)):
             shared.close()
         super().shutdown()
 
     def abort(self) -> None:
         """Ends the collectives under way, on the other ranks, too."""
-        for shared in self._communicators():
+        for shared in filter(None, (self._cpu, self._nccl)):
             shared.abort()
         super().abort()
-
-    def _communicators(self) -> list[SharedCommunicator]:
-        return [self._cpu] if self._nccl is None else [self._cpu, self._nccl]
 
     # Torch 2.15 would reconfigure Gloo's engine, and leave the communicators as they are.
     supports_reconfigure = False
@@ -210,9 +204,7 @@ class ProcessGroup(dist.ProcessGroup):
         return self._nccl_on(tensor.device) if tensor.is_cuda else None
 
     def _mover(self, tensor: Tensor) -> SharedCommunicator | None:
-        """Returns as _transport, for calls that move and do not reduce. Across hosts Gloo is as
-        good at that, and needs no announcement.
-        """
+        """For calls that only move: across hosts Gloo is as good, and needs no announcement."""
         return None if tensor.is_cpu and self._cpu.comm.is_threadsafe else self._transport(tensor)
 
     def _nccl_on(self, device: torch.device) -> SharedCommunicator:
@@ -230,10 +222,7 @@ class ProcessGroup(dist.ProcessGroup):
     # want the GIL while it holds the engine's lock.
 
     def _by_engine(self, name: str, tensor: Tensor, *arguments: Any) -> c10d.Work:
-        """Leaves a call to torch's engine for the device of `tensor`.
-
-        name: of the engine's method. arguments: the tensors it writes to come first.
-        """
+        """Calls `name` of torch's engine for the device of `tensor`. It writes to the first one."""
         if tensor.is_cpu:
             refuse_without_memory(tensor)
             return self._gloo.call(name, *arguments)
@@ -247,7 +236,10 @@ class ProcessGroup(dist.ProcessGroup):
 
     def look_for(self, ranks: list[int]) -> None:
         """Raises PeerLostError when one of `ranks` is known to be lost."""
-        lost = sorted({*self._peers.ended(ranks), *self._cpu.lost(ranks)})
+        comm = self._cpu.comm
+        known = getattr(comm.failure, "ranks", ())
+        here = ended(one for one in self._peers if one.rank in ranks)
+        lost = sorted({*here, *(comm.processes[rank] for rank in ranks if rank in known)})
         if lost:
             raise PeerLostError(f"{in_words(lost)} died", [one.rank for one in lost])
 
@@ -390,13 +382,11 @@ class ProcessGroup(dist.ProcessGroup):
         return shared.run([shared.comm.barrier], [], [], is_async(opts))
 
     def _are_alike(self, tensors: list[Tensor], like: Tensor) -> bool:
-        """Whether the tensors, one for each rank, are equal parts. Raises ValueError for another
-        number of them.
-        """
+        """Whether the tensors are equal parts. Raises ValueError unless each rank has one."""
         if len(tensors) != self.size():
             raise ValueError(f"a list of {len(tensors)} tensors for {self.size()} ranks")
-        kind = _kind(like)
-        return all(_kind(tensor) == kind for tensor in tensors)
+        kinds = {(one.dtype, one.layout, one.device, one.numel()) for one in (like, *tensors)}
+        return len(kinds) == 1
 
     # -- what torch's engine does alone --
 
@@ -426,17 +416,12 @@ class ProcessGroup(dist.ProcessGroup):
             return self._by_engine("alltoall", inputs[0], outputs, inputs, opts)
         # Gloo does not take lists.
         flat = torch.cat([tensor.detach().reshape(-1) for tensor in inputs])
-        sizes, input_sizes = (
-            [tensor.numel() for tensor in tensors] for tensors in (outputs, inputs)
-        )
+        sizes = [tensor.numel() for tensor in outputs]
         output = flat.new_empty(sum(sizes))
-        self._by_engine("alltoall_base", flat, output, flat, sizes, input_sizes, opts).wait()
-        put_all(
-            [
-                (tensor, part.view(tensor.shape))
-                for tensor, part in zip(outputs, output.split(sizes), strict=True)
-            ]
-        )
+        input_sizes = [tensor.numel() for tensor in inputs]
+        self.all_to_all_single(output, flat, sizes, input_sizes, opts).wait()
+        parts = zip(outputs, output.split(sizes), strict=True)
+        put_all([(tensor, part.view(tensor.shape)) for tensor, part in parts])
         return Finished(outputs)
 
     # torch 2.13's names, beside the older ones.
@@ -445,11 +430,6 @@ class ProcessGroup(dist.ProcessGroup):
     reduce_scatter_single = _reduce_scatter_base
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
     alltoall_base = all_to_all_single
-
-
-def _kind(tensor: Tensor) -> tuple[object, ...]:
-    """What equal parts of a tensor have in common."""
-    return tensor.dtype, tensor.layout, tensor.device, tensor.numel()
 
 
 def _common(ways: Iterable[SharedCommunicator | None]) -> SharedCommunicator | None:
@@ -465,8 +445,6 @@ def _last_of(works: list[c10d.Work]) -> c10d.Work:
     return works[-1]
 
 
-def _create(options: Any, backend_options: Any) -> ProcessGroup:
-    return ProcessGroup(options)
-
-
-dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu", "cuda"])
+dist.Backend.register_backend(
+    NAME, lambda options, _: ProcessGroup(options), extended_api=True, devices=["cpu", "cuda"]
+)

@@ -11,7 +11,7 @@ import contextlib
 import functools
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any
@@ -26,7 +26,6 @@ from fastcomm.comm.autograd_stack import caller_is_called_by_autograd
 from fastcomm.comm.communicator import Work
 from fastcomm.comm.deadline import Deadline
 from fastcomm.comm.transport import Transport
-from fastcomm.comm.who import Process
 from fastcomm.errors import FastcommError, TimeoutError
 from fastcomm.postmortem.script_end import start_thread
 
@@ -41,16 +40,12 @@ Places = Sequence[tuple[Tensor, Tensor]]
 
 
 def is_async(opts: Any) -> bool:
-    """Whether the caller wants a Work to wait for. Older torch does not say, and waits for every
-    Work.
-    """
+    """Whether the caller wants a Work. Older torch does not say, and waits for every Work."""
     return getattr(opts, "asyncOp", True)
 
 
 class SharedCommunicator:
-    """A communicator whose callers take turns. Each call of `run` is a collective, or several that
-    were coalesced.
-    """
+    """A communicator whose callers take turns."""
 
     def __init__(self, comm: Transport) -> None:
         self.comm = comm
@@ -68,8 +63,8 @@ class SharedCommunicator:
     def run(
         self, calls: Sequence[Callable[..., Any]], value: list[Any], places: Places, is_async: bool
     ) -> c10d.Work:
-        """Calls the communicator's collectives. value: returned by Work.result(). places: pairs of
-        the tensor where the caller wants a result, and the tensor where it is afterwards.
+        """Calls a collective, or several coalesced ones. value: of Work.result(). places: pairs
+        of the tensor where the caller wants a result, and the tensor where it is afterwards.
         """
         if not is_async:
             with self.turn:
@@ -86,11 +81,6 @@ class SharedCommunicator:
                 if not self.comm.progresses_itself:
                     self._progress.watch([work for work in works if not work.is_completed()])
         return registered(UnderWay(self, works, value, places), value)
-
-    def lost(self, ranks: Collection[int]) -> list[Process]:
-        """Those of `ranks` that the communicator has found dead."""
-        lost = getattr(self.comm.failure, "ranks", ())
-        return [self.comm.processes[rank] for rank in ranks if rank in lost]
 
     def close(self) -> None:
         self._progress.stop()
@@ -152,6 +142,7 @@ def registered(work: BackendWork, outputs: Sequence[Any]) -> BackendWork:
     return work
 
 
+@functools.cache
 def hold_works_of_join() -> None:
     """Makes DDP's reducer, in a join, hold our Works with their Python half.
 
@@ -160,14 +151,11 @@ def hold_works_of_join() -> None:
     """
     reducer = c10d.Reducer
     set_handle = reducer._set_forward_pass_work_handle
-    if getattr(set_handle, "holds_ours", False):
-        return
 
     @functools.wraps(set_handle)
     def set_held_handle(reducer: c10d.Reducer, work: c10d.Work, *options: Any) -> None:
         set_handle(reducer, held(work) if isinstance(work, BackendWork) else work, *options)
 
-    set_held_handle.holds_ours = True  # type: ignore[attr-defined]
     reducer._set_forward_pass_work_handle = set_held_handle
 
 
@@ -208,11 +196,17 @@ class UnderWay(BackendWork):
         self._in_place: torch.cuda.Event | None = None  # for other streams
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Raises what ended the collectives, or TimeoutError after `timeout`, if that is given and
-        comes before the group's.
-        """
+        """Raises what ended the collectives, or TimeoutError after `timeout`."""
         if timeout is not None and timeout > timedelta(0):
-            self._poll(timeout.total_seconds())
+            deadline = Deadline(timeout.total_seconds())
+            while not self.is_completed():
+                if deadline.is_over():
+                    raise TimeoutError(
+                        f"rank {self._shared.comm.rank} waited {timeout.total_seconds():g} s for a "
+                        "collective of the backend 'fastcomm', which goes on: wait again, or with "
+                        "a longer timeout"
+                    )
+                time.sleep(_POLL_S)
             self._place()  # waits no more, neither for a rank nor for another thread
         elif not self._is_over:
             with self._shared.turn:
@@ -230,20 +224,8 @@ class UnderWay(BackendWork):
         if self._shared.side_stream is not None:
             self._in_place = torch.cuda.current_stream(self._shared.comm.device).record_event()
 
-    def _poll(self, seconds: float) -> None:
-        deadline = Deadline(seconds)
-        while not self.is_completed():
-            if deadline.is_over():
-                raise TimeoutError(
-                    f"rank {self._shared.comm.rank} waited {seconds:g} s for a collective of the "
-                    "backend 'fastcomm', which goes on: wait again, or with a longer timeout"
-                )
-            time.sleep(_POLL_S)
-
     def is_completed(self) -> bool:
-        """Whether the collectives are over: then their results are in place. Errors are for those
-        who wait.
-        """
+        """Whether all is over, with results in place. Errors are for those who wait."""
         if self._is_over:
             return True
         takes_turns = not self._shared.comm.is_threadsafe

@@ -131,21 +131,6 @@ def test_coalesced_all_reduces_give_what_single_ones_give(comm):
 
 
 @on_ranks(2)
-def test_a_coalescing_context_gathers_and_scatters(comm):
-    world()
-    out = [torch.zeros(8), torch.zeros(4)]
-    with dist.distributed_c10d._coalescing_manager():
-        for tensor in out:
-            dist.all_gather_into_tensor(
-                tensor, torch.full((tensor.numel() // 2,), float(comm.rank))
-            )
-    assert all(
-        torch.equal(tensor, torch.arange(2.0).repeat_interleave(tensor.numel() // 2))
-        for tensor in out
-    )
-
-
-@on_ranks(2)
 def test_what_is_coalesced_may_be_of_several_dtypes(comm):
     world()
     numbers, flags = torch.zeros(4), torch.zeros(2, dtype=torch.bool)

@@ -60,14 +60,6 @@ def test_a_list_is_reduced_bit_by_bit(comm, layout):
             assert torch.equal(ours, bitwise(*theirs)), (dtype, op)
 
 
-@pytest.mark.parametrize("layout", ["flat", "scalar"])
-@on_ranks(2)
-def test_bits_of_floats_are_an_error(comm, layout):
-    world()
-    with pytest.raises(RuntimeError, match="non-integral"):
-        _reduce_scatter(world(), comm.rank, layout, torch.float32, dist.ReduceOp.BAND)
-
-
 @pytest.mark.parametrize("op", [dist.ReduceOp.MAX, dist.ReduceOp.BOR], ids=str)
 @on_ranks(2)
 def test_a_list_of_unequal_parts_is_reduced_and_scattered(comm, op):

@@ -106,5 +106,5 @@ class _CompletedAtTheLastMoment:
 
 def test_a_collective_that_is_completed_as_a_wait_times_out_has_not_failed():
     gloo = SimpleNamespace(rank=lambda: 0, all_reduce=lambda *_: _CompletedAtTheLastMoment())
-    engine = gloo_engine.GlooEngine(gloo, gloo_engine.Peers([]), [0])
+    engine = gloo_engine.GlooEngine(gloo, [], [0])
     assert engine.call("all_reduce", [_bytes(1)]).wait(timedelta(seconds=9))

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import fastcomm
-from fastcomm.launching import membership
+from fastcomm.launching import rendezvous
 from tests.support.ranks import on_ranks
 from tests.support.reference import check_all_reduce
 from tests.support.transports import over
@@ -84,7 +84,7 @@ def test_a_rank_that_fails_in_a_split_is_named_and_the_whole_stays_as_it_is(comm
 
     with pytest.MonkeyPatch.context() as patch:
         if comm.rank == 1:
-            patch.setattr(membership, "StoreBootstrap", fail)
+            patch.setattr(rendezvous, "_neighbours", fail)
         with pytest.raises((OSError, fastcomm.InitError), match="out of luck"):
             comm.split(0)
     check_all_reduce(comm, 10)

@@ -101,15 +101,6 @@ def test_init_over_tcp():
     assert outcomes_of(2, _init_at, place) == DESCRIPTIONS
 
 
-def _init_from_group(place):
-    with fastcomm.init(group=gloo()) as comm:
-        return _describe(comm)
-
-
-def test_init_from_a_group_of_torch_distributed():
-    assert outcomes_of(2, _init_from_group) == DESCRIPTIONS
-
-
 def _split_two_of_one_group(place):
     sums = []
     with fastcomm.init(group=gloo()) as one, fastcomm.init(group=gloo()) as other:

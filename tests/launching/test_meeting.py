@@ -10,11 +10,12 @@ from urllib.parse import urlparse
 
 import pytest
 import torch
-from torch.distributed import HashStore
+from torch.distributed import HashStore, PrefixStore
 
 import fastcomm
 from fastcomm import InitError
 from fastcomm.launching import bootstrap, rendezvous
+from fastcomm.launching.asking import Asked
 from tests.support.bodies import Place, my_place, note, wait_for_note
 from tests.support.outcomes import values_of
 from tests.support.ranks import fresh_ranks, on_ranks
@@ -62,31 +63,36 @@ def test_ranks_meet_again_where_the_user_has_removed_the_file(comm):
         comm.barrier()
 
 
+def _enter_part(store):
+    prefix, pass_on = bootstrap.enter_part(Asked(store, TIMEOUT), 0)
+    return PrefixStore(prefix, store), pass_on
+
+
 def test_an_attempt_of_torchrun_does_not_meet_what_an_earlier_one_has_left(monkeypatch):
     store, parts = HashStore(), []
     for attempt in ("0", "1"):
         monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", attempt)
         monkeypatch.setattr(bootstrap, "_PROCESS", attempt)  # every attempt is one of its own
-        parts.append(bootstrap.own_part(store, 0, TIMEOUT)[0])
+        parts.append(_enter_part(store)[0])
     parts[0].set("1/0", "a value of rank 0's")
     assert not parts[1].check(["1/0"])
 
 
 def test_communicators_of_one_process_do_not_meet_at_one_place():
     store = HashStore()
-    first, second = (bootstrap.own_part(store, 0, TIMEOUT)[0] for _ in range(2))
+    first, second = (_enter_part(store)[0] for _ in range(2))
     first.set("1/0", "a value of rank 0's")
     assert not second.check(["1/0"])
 
 
 def test_a_process_that_comes_after_all_have_met_finds_a_place_of_its_own(monkeypatch):
     store = HashStore()
-    part, pass_on = bootstrap.own_part(store, 0, TIMEOUT)
+    part, pass_on = _enter_part(store)
     met = bootstrap.StoreBootstrap(part, 0, 1, timedelta(seconds=9), pass_on=pass_on)
     assert met.exchange("a value", str) == ["a value"]
     assert part.check(["1/0"])
     monkeypatch.setattr(bootstrap, "_PROCESS", "another one")
-    assert not bootstrap.own_part(store, 0, TIMEOUT)[0].check(["1/0"])
+    assert not _enter_part(store)[0].check(["1/0"])
 
 
 def test_a_process_that_died_while_it_waited_does_not_keep_its_rank_from_the_next(monkeypatch):

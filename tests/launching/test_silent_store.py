@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed import HashStore, TCPStore
 
 import fastcomm
-from fastcomm.launching import asking, bootstrap, membership
+from fastcomm.launching import asking, bootstrap
 from fastcomm.launching.asking import Asked, Silence
 from fastcomm.launching.bootstrap import MeetingPoint, host_identity
 from fastcomm.launching.membership import Meeting, Member, Membership
@@ -34,7 +34,7 @@ HOST = "127.0.0.1"
 @contextlib.contextmanager
 def _server(port: int) -> Iterator[int]:
     """A process that serves a store; its pid. From now on an answer is not awaited for long."""
-    for module in (asking, bootstrap, membership):
+    for module in (asking, bootstrap):
         module.ANSWER_S = ANSWER_S
     pid = os.fork()
     if pid == 0:
@@ -160,7 +160,7 @@ def test_a_silent_store_is_asked_once(monkeypatch):
     monkeypatch.setattr(asking, "ANSWER_S", 0.05)
     answer = threading.Event()
     store = HashStore()
-    asked = Asked(store, 0.0)
+    asked = Asked(store, timedelta())
     monkeypatch.setattr(Asked, "check", lambda self, _: self._ask(answer.wait), raising=False)
     with pytest.raises(Silence, match="has not answered"):
         asked.check(["key"])
@@ -173,7 +173,7 @@ def test_a_silent_store_is_asked_once(monkeypatch):
 def test_what_a_store_raises_is_raised():
     store = HashStore()
     store.set_timeout(timedelta(milliseconds=1))
-    asked = Asked(store, 10.0)
+    asked = Asked(store, timedelta(seconds=10))
     asked.set("key", "value")
     assert asked.get("key") == b"value"
     with pytest.raises(RuntimeError) as raised:

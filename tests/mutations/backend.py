@@ -34,17 +34,17 @@ MUTATIONS = (
     Mutation(
         name="backend: a poll does not end at its deadline",
         file=WORK,
-        within="UnderWay._poll",
-        old="Deadline(seconds)",
-        new="Deadline(seconds + 3600)",
+        within="UnderWay.wait",
+        old="Deadline(timeout.total_seconds())",
+        new="Deadline(timeout.total_seconds() + 3600)",
         tests=("tests/backend/test_hosts.py::test_a_wait_ends_at_its_own_timeout",),
     ),
     Mutation(
         name="backend: a process that ended a moment later is not looked for",
         file=GLOO_ENGINE,
-        within="Peers.ended_soon",
-        old="not deadline.is_over()",
-        new="deadline.is_over()",
+        within="GlooEngine.raise_if_lost",
+        old="_OF_CONNECTIONS in str(error)",
+        new="_OF_CONNECTIONS not in str(error)",
         tests=("tests/backend/test_lost_processes.py",),
     ),
     Mutation(

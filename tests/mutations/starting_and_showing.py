@@ -24,8 +24,8 @@ MUTATIONS = (
     Mutation(
         name="run: a signal that is ignored, or the caller's, is handled",
         file=PROCESSES,
-        within="Processes._handle",
-        old="before in _DEFAULTS",
+        within="Processes.__enter__",
+        old="signal.getsignal(number) in _DEFAULTS",
         new="True",
         tests=(f"{SIGNALS}::test_what_was_ignored_at_the_start_stays_ignored",),
     ),

@@ -133,7 +133,7 @@ def _catch_up(reducers: Sequence[Core], states: Sequence[Stateful]) -> None:
     load_states(comm, states, src, "catch_up()", is_behind=is_behind)
     for reducer, behind in apart:
         reducer.remove(behind)
-    comm.membership.has_caught_up()
+    comm.membership.is_new = False
 
 
 # ---- the loop ------------------------------------------------------------------------------------
