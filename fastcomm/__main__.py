@@ -180,14 +180,10 @@ def with_name(arguments: list[str]) -> list[str]:
 
 def run(options: argparse.Namespace) -> int:
     find_this_package()
+    command = [options.script, *options.arguments]
+    how = options.ranks, options.threads, options.replace, options.plain
     try:
-        failure = runner.run(
-            [options.script, *options.arguments],
-            options.ranks,
-            options.threads,
-            options.replace,
-            options.plain,
-        )
+        failure = runner.run(command, *how)
     except (fastcomm.FastcommError, ValueError) as error:  # before a rank was started
         print(error, file=sys.stderr)
         return 2

@@ -346,25 +346,6 @@ def test_tensors_are_sent_to_one_rank(comm):
             assert torch.equal(tensor, ((torch.arange(12) * 2) % 5 + 1).float())
 
 
-@on_ranks(2, 3)
-def test_objects_travel(comm):
-    world()
-    everyone: list[object] = [None] * comm.world_size
-    dist.all_gather_object(everyone, {"rank": comm.rank})
-    assert everyone == [{"rank": rank} for rank in range(comm.world_size)]
-    box = ["from 1" if comm.rank == 1 else None]
-    dist.broadcast_object_list(box, 1)
-    assert box == ["from 1"]
-    gathered = [None] * comm.world_size if comm.rank == 0 else None
-    dist.gather_object(comm.rank, gathered)
-    assert gathered is None or gathered == list(range(comm.world_size))
-    part = [None]
-    dist.scatter_object_list(
-        part, [str(rank) for rank in range(comm.world_size)] if comm.rank == 0 else None
-    )
-    assert part == [str(comm.rank)]
-
-
 @on_ranks(2)
 def test_the_group_has_gloo_s_monitored_barrier(comm):
     world().monitored_barrier(TIMEOUT)

@@ -140,11 +140,6 @@ def test_info_names_the_command_that_is_missing_on_a_gpu_without_nvcc(
     assert command_line.kernels_state().endswith(f"pip install {package}")
 
 
-def test_run_asks_for_a_script_and_not_for_its_arguments(console: Console) -> None:
-    status, _, err = console("run")
-    assert status == 2 and err.endswith("required: script\n")
-
-
 @pytest.mark.parametrize(
     "arguments, command",
     [
@@ -185,6 +180,7 @@ def test_what_a_script_is_told_is_no_question_for_help(
         (("bench",), "NAME"),
         (("bench", "everything"), "choose from"),
         (("info", "--yaml"), "--yaml"),
+        (("run",), "required: script\n"),
         (("run", "--thread=2", "train.py"), "run does not take --thread=2"),
         (("demo", "--steps", "many"), "invalid int value: 'many'"),
         (("demo", "--width", "100"), "--width is a multiple of 64; got 100"),
