@@ -238,16 +238,6 @@ class Core(ReducerFlags):
             extension.dropped()
         watch_steps()
 
-    def detach(self) -> None:
-        """See Reducer.detach."""
-        self.refuse_inside_backward("detach()")
-        self.end_local_steps()
-        for bucket in self.buckets:
-            bucket.gradients.forget()  # they are the user's
-        self.release()
-        if self.sharded_by is not None:
-            self.remove(self.sharded_by)
-
     def refresh(self) -> None:
         """See Reducer.refresh."""
         self.refuse_inside_backward("refresh()")

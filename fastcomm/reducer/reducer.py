@@ -143,7 +143,14 @@ class Reducer(ProcessBound):
         """Ends the reduction of this model. Gradients stay what they are, in memory of their
         own. A ShardedOptimizer cannot step any more. Raises FastcommError inside a backward.
         """
-        self.core.detach()
+        core = self.core
+        core.refuse_inside_backward("detach()")
+        core.end_local_steps()
+        for bucket in core.buckets:
+            bucket.gradients.forget()  # they are the user's
+        core.release()
+        if core.sharded_by is not None:
+            core.remove(core.sharded_by)
 
     def refresh(self) -> None:
         """Call it, on every rank, after parameters were unfrozen, added or removed. Plans other
