@@ -166,8 +166,9 @@ class Oracle:
             for parameter, reduced in zip(column, self.reduced, strict=True):
                 parameter.grad = result.clone()
                 reduced.add(name)
-            numbers = torch.stack([*values, result]).detach()
-            scales[name] = numbers.abs().max().item() if numbers.numel() else 0.0
+            numbers = torch.stack([*values, result]).detach().abs()
+            numbers = numbers[numbers.isfinite()]
+            scales[name] = numbers.max().item() if numbers.numel() else 0.0
         self._forget()
         self.skipped = False
         return scales

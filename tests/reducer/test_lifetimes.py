@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("transport")
 
 
 def _train(comm, model, block=lambda reducer: nullcontext(), **options):
-    """Makes two steps. Returns weak references to the reducer and to a parameter."""
+    """Makes two steps. Returns weak references to the reducer's core and to a parameter."""
     reducer = fastcomm.Reducer(comm, **options).attach(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with block(reducer):
@@ -26,7 +26,7 @@ def _train(comm, model, block=lambda reducer: nullcontext(), **options):
             backward(model, comm.rank)
             optimizer.step()
             model.zero_grad()
-    return weakref.ref(reducer), weakref.ref(model[0].weight)
+    return weakref.ref(reducer.core), weakref.ref(model[0].weight)
 
 
 def _skip_nonfinite(comm, model):
@@ -41,10 +41,14 @@ def _weights(comm, model):
     return _train(comm, model, weigh)
 
 
+@contextmanager
+def _weighing_at_the_end(reducer):
+    yield
+    reducer.set_weight(0)
+
+
 def _weight_of_no_backward(comm, model):
-    references = _train(comm, model)
-    references[0]().set_weight(0)
-    return references
+    return _train(comm, model, _weighing_at_the_end)
 
 
 def _graphs(comm, model):
@@ -52,7 +56,7 @@ def _graphs(comm, model):
     reducer = fastcomm.Reducer(comm).attach(model)
     loss_of(model, comm.rank).backward(create_graph=True)
     model.zero_grad()
-    return weakref.ref(reducer), weakref.ref(model[0].weight)
+    return weakref.ref(reducer.core), weakref.ref(model[0].weight)
 
 
 def _no_sync(comm, model):
@@ -117,7 +121,7 @@ def _fail_early(model):
 @on_ranks(2)
 def test_a_model_whose_backward_has_failed_goes_before_the_next_is_attached(comm):
     model = mlp()
-    reducer = weakref.ref(fastcomm.Reducer(comm).attach(model))
+    reducer = weakref.ref(fastcomm.Reducer(comm).attach(model).core)
     finish_together(comm)
     parameter = _fail_early(model)
     comm.barrier()  # as above
