@@ -25,7 +25,7 @@ PLACES = (
     ("a bucket is launched", BUCKET, "NcclBucket._launch_on", "self.link.cuda"),
     ("a collective is launched", COMMUNICATOR, "_launch_on", "lane.device"),
     ("memory is allocated", MEMORY, "Pool.allocate", "self.device"),
-    ("memory is freed", MEMORY, "Pool.collect", "self.device"),
+    ("memory is freed", MEMORY, "Pool._free", "self.device"),
     ("the clock waits for a stream", CLOCK, "_wait_for", "device"),
     ("a capture is looked for", GRAPHS, "CapturedGraphs.note_capture", "self.device"),
     ("an event is made", DRIVER, "Event.__cinit__", "device"),

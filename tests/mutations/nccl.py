@@ -84,7 +84,7 @@ MUTATIONS = (
     Mutation(
         name="nccl: memory that is given no window is registered again and again",
         file=MEMORY,
-        within="Pool.can_register",
+        within="Pool.unregistered",
         old="allocation.comm == NULL",
         new="allocation.window == NULL",
         tests=("tests/transports/nccl/test_shards.py",),

@@ -198,7 +198,7 @@ cdef class NcclBucket(GatheringBucket):
 
     def register_window(self):
         """Makes the wire's memory a window again. Collective."""
-        self.link.pool.register(self.wire_address, self.lane)
+        self.link.pool.register(<size_t>self.wire_address, self.lane)
 
     def note_stream(self):
         """Notes that a gradient has been produced on the current stream."""

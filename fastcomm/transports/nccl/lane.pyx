@@ -8,13 +8,14 @@ own answer, non-blocking communicators, makes it start a thread for every collec
 more than the whole launch of a bucket.)
 """
 
+import contextlib
 import threading
 import time
 
 from fastcomm.comm.deadline import Deadline
 from fastcomm.comm.times import SLICE_S
 from fastcomm.comm.words import Called, called
-from fastcomm.errors import InitError, TimeoutError
+from fastcomm.errors import InitError, NcclError, TimeoutError
 
 cimport cython
 from libc.string cimport memcpy
@@ -90,17 +91,16 @@ cdef class Lane:
         _wait_for(call, f"rank {rank} in ncclCommSplit", timeout_s, look)
         self.comm = call.comm
 
-    def close(self, double timeout_s, forget, memory):
+    def close(self, double timeout_s, memory):
         """Ends the communicator when all that was launched is done, and begins to free it. Returns
         the call that does: see `errors_of`. After an error, or when the time is up, aborts it and
-        raises NcclError or TimeoutError. Before the end another thread calls `forget(comm)`, to
-        deregister memory. memory: as in begin_abort.
+        raises NcclError or TimeoutError. memory: as in begin_abort.
         """
         cdef _Finalize call = _Finalize(self.device)
         cdef _Destroy freeing = _Destroy(self.device)
         if self.comm == NULL:
             return None
-        call.lane, call.comm, call.forget = self, self.comm, forget
+        call.lane, call.comm, call.memory = self, self.comm, memory
         call.start()
         in_time = Deadline(timeout_s).await_(call.over.wait)
         if in_time and call.code == ncclSuccess:
@@ -222,7 +222,7 @@ cdef class _End(ThreadCall):
 
 cdef class _Finalize(_End):
     cdef Lane lane
-    cdef object forget
+    cdef object memory
     cdef bint is_given_up  # the communicator is being aborted, and may be gone
 
     def make(self):
@@ -237,7 +237,7 @@ cdef class _Finalize(_End):
 
     cdef _finalize(self):
         cdef int code
-        self.forget(<size_t>self.comm)
+        self.memory.forget(<size_t>self.comm, True)
         with nogil:
             code = nccl.finalize(self.comm)
         self.note_result(code, b"ncclCommFinalize")
@@ -302,7 +302,8 @@ cdef class _Abort(_End):
         cdef int code
         # without a revocation kernels may still use the windows
         self.lane.comm = NULL
-        self.memory.forget(<size_t>self.comm, self.is_revoked)
+        with contextlib.suppress(NcclError):  # the abort ends them in any case
+            self.memory.forget(<size_t>self.comm, self.is_revoked)
         with nogil:  # waits for the kernels to leave
             code = nccl.abort(self.comm)
         self.note_result(code, b"ncclCommAbort")

@@ -6,7 +6,6 @@ from fastcomm.transports.cuda.graphs cimport CapturedGraphs
 from fastcomm.comm.standing cimport Standing
 from fastcomm.transports.nccl.lane cimport Lane, InFlight
 from fastcomm.transports.nccl.launches cimport Launches
-from fastcomm.transports.nccl.memory cimport Pool
 
 
 cdef class Link:
@@ -20,8 +19,7 @@ cdef class Link:
     cdef list lanes
     cdef Launches launches
     cdef CapturedGraphs graphs  # with collectives of these ranks
-    cdef Pool pool
-    cdef object bootstrap, watchdog
+    cdef object pool, bootstrap, watchdog
     cdef object buckets
     cdef list rejoining  # the buckets, while the ranks meet again
     cdef set common_labels  # of the buckets that all ranks had left when they last met

@@ -19,6 +19,7 @@ from fastcomm.errors import (
 )
 from fastcomm.comm.standing import again
 from fastcomm.transports.nccl.library import load, refuse_different_versions, unique_id
+from fastcomm.transports.nccl.memory import pool_of
 from fastcomm.postmortem.script_end import tell_at_end
 from fastcomm.postmortem.whereabouts import whereabouts
 from fastcomm.comm.watchdog import (
@@ -32,9 +33,8 @@ from posix.unistd cimport usleep
 from fastcomm.postmortem.flight_recorder cimport FlightRecorder
 from fastcomm.transports.nccl.lane cimport errors_of
 from fastcomm.transports.nccl.library cimport (
-    error_of, nccl, ncclComm_t, ncclInProgress, ncclSuccess,
+    error_of, nccl, ncclInProgress, ncclSuccess,
 )
-from fastcomm.transports.nccl.memory cimport pool_of
 
 
 cdef unsigned int POLL_US = 50
@@ -203,7 +203,7 @@ cdef class Link:
         errors, freeing = [], []
         for lane in reversed(self.lanes):
             try:
-                freeing.append((<Lane>lane).close(timeout, self._forget_memory, self.pool))
+                freeing.append((<Lane>lane).close(timeout, self.pool))
             except FastcommError as error:
                 errors.append(error)
         errors += errors_of([call for call in freeing if call is not None], min(timeout, FREE_S))
@@ -392,17 +392,13 @@ cdef class Link:
     def _has_graphs(self):
         return self.graphs.count() > 0
 
-    def _forget_memory(self, size_t comm):
-        """Called after the last collective of a lane, before its communicator is destroyed."""
-        self.pool.deregister_all(<ncclComm_t>comm)
-
     # -- before and after every launch --
 
     cdef register(self, Lane lane, memory, uint32_t label):
         """Makes memory of NCCL's a window, unless it was registered. Collective. The watchdog
         watches: it waits for the peers.
         """
-        if self.world_size == 1 or not self.pool.can_register(<void *><size_t>memory.data_ptr()):
+        if self.world_size == 1 or self.pool.unregistered(memory.data_ptr()) is None:
             return
         cdef InFlight in_flight = self.launches.new_record()
         in_flight.kind, in_flight.label = "registration", label
@@ -410,7 +406,7 @@ cdef class Link:
         self.launches.begin(lane, in_flight, None)
         try:
             try:
-                self.pool.register(<void *><size_t>memory.data_ptr(), lane)
+                self.pool.register(memory.data_ptr(), lane)
             finally:
                 self.launches.end(lane, in_flight, True)
         except (NcclError, PeerLostError) as error:

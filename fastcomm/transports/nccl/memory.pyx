@@ -12,16 +12,13 @@ dropped tensor is freed at the next allocation. Freeing waits for the device: th
 must not do that, and it is forbidden while a CUDA graph is being captured.
 """
 
-import contextlib
 import threading
 
 from torch.utils.dlpack import from_dlpack
 
-from fastcomm.errors import NcclError
-
+cimport cython
 from cpython.pycapsule cimport PyCapsule_New
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint16_t, uint64_t
-from libc.stdlib cimport calloc, free
 
 from fastcomm.transports.cuda.driver cimport CUcontext, Device
 from fastcomm.transports.nccl.lane cimport Lane
@@ -53,28 +50,41 @@ cdef struct DLManagedTensor:
     void *manager_ctx
     void (*deleter)(DLManagedTensor *) noexcept nogil
 
-# What a tensor holds: its shape and its allocation.
-cdef struct Handed:
-    DLManagedTensor managed
-    int64_t numel
-    Allocation *allocation
+@cython.final
+cdef class Allocation:
+    """One ncclMemAlloc. Any thread that drops the tensor sets `is_freed`; until then the pool holds
+    this. The other fields belong to the pool.
+    """
+
+    cdef void *memory
+    cdef int64_t nbytes
+    cdef int is_freed
+    cdef ncclComm_t comm  # with which it was registered, or NULL
+    cdef ncclWindow_t window  # or NULL, where NCCL has given none
+    cdef DLManagedTensor managed
+
+    cdef object tensor(self, device):
+        """The tensor in this memory: to be asked for once."""
+        self.managed.dl_tensor = DLTensor(
+            data=self.memory,
+            device_type=kDLCUDA if device.type == "cuda" else kDLCPU, device_id=device.index or 0,
+            ndim=1, code=kDLUInt, bits=8, lanes=1, shape=&self.nbytes, strides=NULL, byte_offset=0,
+        )
+        self.managed.manager_ctx, self.managed.deleter = &self.is_freed, _dropped
+        return from_dlpack(PyCapsule_New(&self.managed, "dltensor", NULL))
 
 
 cdef void _dropped(DLManagedTensor *managed) noexcept nogil:
     """The tensor is gone. Called on any thread, with or without the GIL, also while the process
     ends; so it only sets a flag.
     """
-    cdef Handed *handed = <Handed *>managed.manager_ctx
-    handed.allocation.is_freed = 1
-    free(handed)
+    (<int *>managed.manager_ctx)[0] = 1
 
-
-cdef int IDLE = 2  # Allocation.is_freed: dropped, and the device was synchronised since
 
 cdef dict _pools = {}  # by device index; they outlive every communicator, as tensors may
 
 
-cdef Pool pool_of(Device device):
+def pool_of(Device device):
     pool = _pools.get(device.index)
     if pool is None:
         pool = _pools[device.index] = Pool(device)
@@ -84,113 +94,72 @@ cdef Pool pool_of(Device device):
 cdef class Pool:
     """The memory NCCL has allocated on one device."""
 
-    def __cinit__(self, Device device):
-        self.device, self.lock = device, threading.Lock()
+    cdef Device device
+    cdef int n_ending  # communicators that are being aborted
+    cdef object lock  # held while allocations go
+    cdef list allocations
 
-    cdef object allocate(self, size_t nbytes):
+    def __cinit__(self, Device device):
+        self.device, self.lock, self.allocations = device, threading.Lock(), []
+
+    def allocate(self, size_t nbytes):
         """A new tensor of uint8. Synchronises the device if there is memory of dropped tensors to
         free.
         """
-        cdef Allocation *allocation
-        cdef Handed *handed
+        cdef Allocation allocation = Allocation()
         cdef CUcontext before
         cdef int code
-        self.give_back()
-        allocation = <Allocation *>calloc(1, sizeof(Allocation))
-        handed = <Handed *>calloc(1, sizeof(Handed))
-        if allocation == NULL or handed == NULL:
-            free(allocation)
-            free(handed)
-            raise MemoryError("out of memory")
-        try:
-            with nogil:
-                before = self.device.enter()
-                code = nccl.mem_alloc(&allocation.memory, nbytes)
-                self.device.leave(before)
-                check(code, b"ncclMemAlloc")
-        except BaseException:
-            free(allocation)
-            free(handed)
-            raise
+        self._give_back()
         allocation.nbytes = nbytes
-        with self.lock:
-            allocation.next, self.first = self.first, allocation
-        handed.numel, handed.allocation = nbytes, allocation
-        handed.managed.dl_tensor = DLTensor(
-            data=allocation.memory,
-            device_type=kDLCUDA if self.device.device.type == "cuda" else kDLCPU,
-            device_id=self.device.index,
-            ndim=1, code=kDLUInt, bits=8, lanes=1, shape=&handed.numel, strides=NULL, byte_offset=0,
-        )
-        handed.managed.manager_ctx, handed.managed.deleter = handed, _dropped
-        return from_dlpack(PyCapsule_New(&handed.managed, "dltensor", NULL))
+        with nogil:
+            before = self.device.enter()
+            code = nccl.mem_alloc(&allocation.memory, nbytes)
+            self.device.leave(before)
+            check(code, b"ncclMemAlloc")
+        self.allocations.append(allocation)
+        return allocation.tensor(self.device.device)
 
-    cdef int give_back(self) except -1:
+    def _give_back(self):
         """Frees the memory of dropped tensors, once all that was launched on it is done."""
-        if self.n_ending:  # a communicator that is being aborted still has memory registered
-            return 0
-        freed = self._freed()
-        if freed:
-            self.device.synchronize()
-            with self.lock:
-                if self.n_ending:  # an abort began while we waited
-                    return 0
-                for address in self._freed():
-                    if address in freed:
-                        (<Allocation *><size_t>address).is_freed = IDLE
-                self.collect()
-        return 0
+        freed = [one for one in self.allocations if (<Allocation>one).is_freed]
+        if self.n_ending or not freed:  # what is being aborted still has memory registered
+            return
+        self.device.synchronize()
+        with self.lock:
+            for allocation in freed:
+                # else an abort began while we waited, or another thread was here
+                if not self.n_ending and allocation in self.allocations:
+                    self.allocations.remove(allocation)
+                    self._free(allocation)
 
-    cdef list _freed(self):
-        cdef Allocation *allocation = self.first
-        freed = []
-        while allocation != NULL:
-            if allocation.is_freed:
-                freed.append(<size_t>allocation)
-            allocation = allocation.next
-        return freed
-
-    cdef int collect(self) except -1:
-        """Frees what is idle."""
-        cdef Allocation **link = &self.first
-        cdef Allocation *allocation
+    def _free(self, Allocation allocation):
         cdef CUcontext before
         cdef int code
-        while link[0] != NULL:
-            allocation = link[0]
-            if allocation.is_freed != IDLE:
-                link = &allocation.next
-                continue
-            link[0] = allocation.next
-            _deregister(allocation)
-            with nogil:  # waits for the device
-                before = self.device.enter()
-                code = nccl.mem_free(allocation.memory)
-                self.device.leave(before)
-                free(allocation)
-                check(code, b"ncclMemFree")
-        return 0
+        if allocation.window != NULL:
+            _deregister(allocation.comm, allocation.window)
+        with nogil:  # waits for the device
+            before = self.device.enter()
+            code = nccl.mem_free(allocation.memory)
+            self.device.leave(before)
+            check(code, b"ncclMemFree")
 
-    cdef Allocation *_allocation_at(self, const void *data):
-        cdef Allocation *allocation = self.first
-        while allocation != NULL and allocation.memory != data:
-            allocation = allocation.next
-        return allocation
+    def unregistered(self, size_t data):
+        """The allocation there, if it is no window yet and this NCCL has windows; else None."""
+        cdef Allocation allocation
+        for allocation in self.allocations if nccl.register_window != NULL else ():
+            if <size_t>allocation.memory == data and allocation.comm == NULL:
+                return allocation
+        return None
 
-    cdef bint can_register(self, const void *data):
-        """Whether this is memory of NCCL's that was not registered, and this NCCL has windows."""
-        cdef Allocation *allocation = self._allocation_at(data)
-        return nccl.register_window != NULL and allocation != NULL and allocation.comm == NULL
-
-    cdef int register(self, const void *data, Lane lane) except -1:
-        """Makes an allocation a window of a lane's communicator, if can_register() is true; NCCL
-        may give none. Collective: all ranks register theirs in the same order.
+    def register(self, size_t data, Lane lane):
+        """Makes what `unregistered` returns a window of a lane's communicator; NCCL may give none.
+        Collective: all ranks register theirs in the same order.
         """
-        cdef Allocation *allocation = self._allocation_at(data)
+        cdef Allocation allocation = self.unregistered(data)
         cdef ncclComm_t comm = lane.comm
         cdef ncclWindow_t window = NULL
-        if comm == NULL or not self.can_register(data):
-            return 0
+        if comm == NULL or allocation is None:
+            return
         lane.n_inside += 1
         try:
             with nogil:  # waits for the peers
@@ -201,9 +170,8 @@ cdef class Pool:
                 allocation.comm, allocation.window = comm, window
         finally:
             lane.n_inside -= 1
-        return 0
 
-    # -- called by the thread that aborts a lane, which knows the pool by these alone --
+    # -- called by the thread that ends a lane, which knows the pool by these alone --
 
     def begin_ending(self):
         """A communicator is about to be aborted: nothing is freed until `end_ending`."""
@@ -213,44 +181,26 @@ cdef class Pool:
         self.n_ending -= 1
 
     def forget(self, size_t ending, bint is_idle):
-        """Forgets the windows of a communicator that is about to be aborted.
+        """Forgets the windows of a communicator that is about to end.
 
         is_idle: whether they can be deregistered first. Else the memory of windows is lost when it
         is freed: an abort unmaps it without releasing it.
         """
         cdef ncclComm_t comm = <ncclComm_t>ending
-        cdef Allocation *allocation
-        cdef Allocation found
-        cdef list windows = []
+        cdef Allocation allocation
+        windows = []
         if self.lock.acquire(timeout=FREEING_S):  # nobody is freeing, and deregistering, any more
             self.lock.release()
-        allocation = self.first
-        while allocation != NULL:
+        for allocation in self.allocations:
             if allocation.comm == comm:
-                windows.append(<size_t>allocation.window)
+                if allocation.window != NULL:
+                    windows.append(<size_t>allocation.window)
                 allocation.comm = allocation.window = NULL
-            allocation = allocation.next
         for window in windows if is_idle else ():
-            found.comm, found.window = comm, <ncclWindow_t><size_t>window
-            with contextlib.suppress(NcclError):  # the abort ends it in any case
-                _deregister(&found)
-
-    cdef int deregister_all(self, ncclComm_t comm) except -1:
-        """Deregisters all windows of a communicator that is about to be destroyed and is idle."""
-        cdef Allocation *allocation
-        with self.lock:
-            allocation = self.first
-            while allocation != NULL:
-                if allocation.comm == comm:
-                    _deregister(allocation)
-                allocation = allocation.next
-        return 0
+            _deregister(comm, <ncclWindow_t><size_t>window)
 
 
-cdef int _deregister(Allocation *allocation) except -1:
-    if allocation.window != NULL:
-        with nogil:
-            check(nccl.deregister_window(allocation.comm, allocation.window),
-                  b"ncclCommWindowDeregister")
-    allocation.comm = allocation.window = NULL
+cdef int _deregister(ncclComm_t comm, ncclWindow_t window) except -1:
+    with nogil:
+        check(nccl.deregister_window(comm, window), b"ncclCommWindowDeregister")
     return 0
