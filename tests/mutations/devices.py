@@ -8,8 +8,6 @@ from tests.mutations.mutation import Mutation
 
 BUCKET = "fastcomm/transports/nccl/bucket.pyx"
 COMMUNICATOR = "fastcomm/transports/nccl/communicator.pyx"
-MEMORY = "fastcomm/transports/nccl/memory.pyx"
-CLOCK = "fastcomm/transports/cuda/clock.pyx"
 DRIVER = "fastcomm/transports/cuda/driver.pyx"
 GRAPHS = "fastcomm/transports/cuda/graphs.pyx"
 MULTI_TENSOR = "fastcomm/transports/cuda/multi_tensor.pyx"
@@ -24,18 +22,12 @@ EVERYWHERE = (
 PLACES = (
     ("a bucket is launched", BUCKET, "NcclBucket._launch_on", "self.link.cuda"),
     ("a collective is launched", COMMUNICATOR, "_launch_on", "lane.device"),
-    ("memory is allocated", MEMORY, "Pool.allocate", "self.device"),
-    ("memory is freed", MEMORY, "Pool._free", "self.device"),
-    ("the clock waits for a stream", CLOCK, "_wait_for", "device"),
     ("a capture is looked for", GRAPHS, "CapturedGraphs.note_capture", "self.device"),
     ("an event is made", DRIVER, "Event.__cinit__", "device"),
-    ("a stream is made", DRIVER, "Stream.__cinit__", "device"),
     ("an event is recorded", DRIVER, "Device.record", "self"),
     ("a stream is ordered", DRIVER, "Device.order_after", "self"),
-    ("a device is synchronised", DRIVER, "Device.synchronize", "self"),
     ("a device is selected", DRIVER, "Device.selected", "self"),
     ("a kernel is launched", MULTI_TENSOR, "MultiTensor._launch", "self.device"),
-    ("kernels are loaded", MULTI_TENSOR, "Module.__cinit__", "device"),
 )
 
 

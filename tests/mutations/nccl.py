@@ -61,8 +61,8 @@ MUTATIONS = (
         name="nccl: a close that fails leaves the communicator of NCCL's",
         file=LANE,
         within="Lane.close",
-        old="call.is_given_up = True",
-        new="call.is_given_up, self.comm = True, NULL",
+        old="self.is_given_up = True",
+        new="self.is_given_up, self.comm = True, NULL",
         tests=("tests/transports/nccl/test_ending.py",),
     ),
     Mutation(
@@ -77,8 +77,8 @@ MUTATIONS = (
         name="nccl: windows come back in whatever order the buckets are in",
         file=LINK,
         within="Link._register_again",
-        old="sorted(self.rejoining, key=_label)",
-        new="sorted(self.rejoining, key=_label, reverse=self.rank == 1)",
+        old="key=lambda bucket: bucket.label",
+        new="key=lambda bucket: bucket.label, reverse=self.rank == 1)",
         tests=("tests/transports/nccl/test_memory.py",),
     ),
     Mutation(

@@ -99,7 +99,7 @@ MUTATIONS = (
     Mutation(
         name="order: a gather waits for an event that was captured",
         file=BUCKET,
-        within="NcclBucket._order_after_last",
+        within="NcclBucket._order_gathering",
         old="self.in_flight.done",
         new="last.in_flight.done",
         tests=(
@@ -110,7 +110,7 @@ MUTATIONS = (
     Mutation(
         name="order: a bucket is gathered before its last round is over",
         file=BUCKET,
-        within="NcclBucket._order_after_last",
+        within="NcclBucket._order_gathering",
         old="if not is_known and not self.is_captured",
         new="if False and not is_known and not self.is_captured",
         tests=(ROUNDS,),

@@ -26,16 +26,15 @@ cdef tuple _compared(Device device, CUstream idle):
     begin = time.monotonic_ns()
     with nogil:
         device.record(event, idle)
-        _wait_for(device, idle)
+    _wait_for(device, idle)
     heard = time.monotonic_ns()
     return heard - begin, heard, event
 
 
-cdef int _wait_for(Device device, CUstream stream) except -1 nogil:
-    cdef CUcontext before = device.enter()
-    cdef int code = driver.synchronize_stream(stream)
-    device.leave(before)
-    return check(code, b"cuStreamSynchronize")
+cdef _wait_for(Device device, CUstream stream):
+    with device.selected():
+        with nogil:
+            check(driver.synchronize_stream(stream), b"cuStreamSynchronize")
 
 
 cdef int _elapsed(
@@ -57,8 +56,7 @@ cdef class DeviceClock:
     def __cinit__(self, Device device):
         self.device = device
         cdef CUstream current = device.current_stream()
-        with nogil:
-            _wait_for(device, current)
+        _wait_for(device, current)
         # The quickest: an interruption between the event and the host's time would set the clocks
         # apart for good.
         comparisons = [_compared(device, current) for _ in range(N_COMPARISONS)]

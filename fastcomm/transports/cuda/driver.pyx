@@ -166,16 +166,13 @@ cdef class Stream:
     """
 
     def __cinit__(self, Device device):
-        cdef CUcontext before
-        cdef int least = 0, greatest = 0, code
+        cdef int least = 0, greatest = 0
         self.pid, self.context = getpid(), device.context
-        with nogil:
-            before = device.enter()
-            code = driver.priority_range(&least, &greatest)
-            if code == CUDA_SUCCESS:
-                code = driver.create_stream(&self.handle, CU_STREAM_NON_BLOCKING, greatest)
-            device.leave(before)
-            check(code, b"cuStreamCreateWithPriority")
+        with device.selected():
+            with nogil:
+                check(driver.priority_range(&least, &greatest), b"cuCtxGetStreamPriorityRange")
+                check(driver.create_stream(&self.handle, CU_STREAM_NON_BLOCKING, greatest),
+                      b"cuStreamCreateWithPriority")
 
     def __dealloc__(self):
         if self.handle != NULL and self.pid == getpid():
@@ -266,13 +263,9 @@ cdef class Device:
 
     def synchronize(self):
         """Blocks until all that was launched on the device is done."""
-        cdef CUcontext before
-        cdef int code
-        with nogil:
-            before = self.enter()
-            code = driver.synchronize()
-            self.leave(before)
-            check(code, b"cuCtxSynchronize")
+        with self.selected():
+            with nogil:
+                check(driver.synchronize(), b"cuCtxSynchronize")
 
 
 def _record_current_stream(tensor):

@@ -1,6 +1,6 @@
 from libc.stdint cimport uint64_t
 
-from fastcomm.transports.cuda.driver cimport CUgraph, CUstream, Device
+from fastcomm.transports.cuda.driver cimport CUstream, Device
 
 
 cdef class CapturedGraphs:
@@ -9,4 +9,3 @@ cdef class CapturedGraphs:
     cdef uint64_t newest
     cdef bint note_capture(self, CUstream current) except -1
     cdef int count(self) noexcept
-    cdef int _count(self, CUgraph graph) except -1 nogil

@@ -30,6 +30,7 @@ cdef class CapturedGraphs:
         """
         cdef CUcontext before
         cdef CUgraph graph = NULL
+        cdef CUuserObject counted = NULL
         cdef unsigned long long identifier = 0
         cdef int status = 0, code
         if current == NULL:  # the legacy default stream, which cannot be captured
@@ -40,20 +41,14 @@ cdef class CapturedGraphs:
             self.device.leave(before)
             check(code, b"cuStreamGetCaptureInfo")
             if status == CU_STREAM_CAPTURE_STATUS_ACTIVE and identifier != self.newest:
-                self._count(graph)
+                check(driver.create_user_object(&counted, self.n_alive, fastcomm_count_down, 1,
+                                                CU_USER_OBJECT_NO_DESTRUCTOR_SYNC),
+                      b"cuUserObjectCreate")
+                check(driver.retain_user_object(graph, counted, 1, CU_GRAPH_USER_OBJECT_MOVE),
+                      b"cuGraphRetainUserObject")
+                fastcomm_count_up(self.n_alive)
                 self.newest = identifier
         return status == CU_STREAM_CAPTURE_STATUS_ACTIVE
-
-    cdef int _count(self, CUgraph graph) except -1 nogil:
-        """Counts a graph until it is gone."""
-        cdef CUuserObject counted = NULL
-        check(driver.create_user_object(&counted, self.n_alive, _graph_is_gone, 1,
-                                        CU_USER_OBJECT_NO_DESTRUCTOR_SYNC),
-              b"cuUserObjectCreate")
-        check(driver.retain_user_object(graph, counted, 1, CU_GRAPH_USER_OBJECT_MOVE),
-              b"cuGraphRetainUserObject")
-        fastcomm_count_up(self.n_alive)
-        return 0
 
 
 cdef extern from *:
@@ -66,9 +61,4 @@ cdef extern from *:
     }
     """
     void fastcomm_count_up(void *counter) noexcept nogil
-    void fastcomm_count_down(void *counter) noexcept nogil
-
-
-cdef void _graph_is_gone(void *counter) noexcept nogil:
-    """Called by the driver, on a thread of the driver's."""
-    fastcomm_count_down(counter)
+    void fastcomm_count_down(void *counter) noexcept nogil  # by the driver, on a thread of its own

@@ -47,9 +47,6 @@ cdef class MultiTensor:
     cdef Part *parts
     cdef size_t n_parts
     cdef void **addresses  # by tensor, with room to the end of the last part's parameter
-    cdef _make_part(self, size_t i, size_t first, size_t end, table)
-    cdef _make_stats(self)
-    cdef void *_flat_data(self, flat) except? NULL
     cdef int flatten_on(self, CUstream stream, void *flat, double scale,
                         const void *divisor) except -1 nogil
     cdef int unflatten_on(self, CUstream stream, const void *flat, double scale,

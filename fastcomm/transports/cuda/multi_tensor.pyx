@@ -84,7 +84,7 @@ cdef class MultiTensor:
         free(self.parts)
         free(self.addresses)
 
-    cdef _make_part(self, size_t i, size_t first, size_t end, table):
+    def _make_part(self, size_t i, size_t first, size_t end, table):
         numels = self.numels[first:end]
         if table is None:
             tiles = tiles_of(numels, self.offsets[first:end])
@@ -102,7 +102,7 @@ cdef class MultiTensor:
                 self.device, part.n_tiles, f"{name}_{capacity}"
             )
 
-    cdef _make_stats(self):
+    def _make_stats(self):
         cdef size_t i
         n_blocks = [
             max(self.parts[i].kernels[<int>UNFLATTEN].n_blocks,
@@ -174,13 +174,13 @@ cdef class MultiTensor:
 
     def flatten(self, list tensors, flat, double scale=1.0, divisor=None):
         """flat[offsets[i] ...] = tensors[i] * scale, cast. The tensors are contiguous and have
-        numels[i] elements, else ValueError. divisor: of the scale, one float64 on the device.
+        numels[i] elements. divisor: of the scale, one float64 on the device.
         """
         cdef const void *by = NULL
         if divisor is not None:
             by = <const void *><size_t>divisor.data_ptr()
         self._point_at(tensors)
-        cdef void *data = self._flat_data(flat)
+        cdef void *data = <void *><size_t>flat.data_ptr()
         cdef CUstream current = self.device.current_stream()
         with nogil:
             self.flatten_on(current, data, scale, by)
@@ -190,7 +190,7 @@ cdef class MultiTensor:
         and the count of non-finite values in `square_sum` and `n_nonfinite`.
         """
         self._point_at(tensors)
-        cdef void *data = self._flat_data(flat)
+        cdef void *data = <void *><size_t>flat.data_ptr()
         cdef CUstream current = self.device.current_stream()
         with nogil:
             self.unflatten_on(current, data, scale, with_stats)
@@ -219,29 +219,8 @@ cdef class MultiTensor:
         return self.stats.view(torch.int64)[:, 0, 1].sum()
 
     def _point_at(self, list tensors):
-        if len(tensors) != len(self.numels):
-            raise ValueError(f"expected {len(self.numels)} tensors; got {len(tensors)}")
-        for i, (tensor, numel) in enumerate(zip(tensors, self.numels)):
-            is_alike = tensor.dtype == self.dtype and tensor.numel() == numel
-            if not is_alike or not tensor.is_contiguous() or tensor.device != self.device.device:
-                raise ValueError(
-                    f"tensor {i} must be contiguous {self.dtype} with {numel} elements on "
-                    f"{self.device.device}; "
-                    f"it is {tensor.dtype} with {tensor.numel()} on {tensor.device}, strides "
-                    f"{tensor.stride()}"
-                )
+        for i, tensor in enumerate(tensors):
             self.addresses[i] = <void *><size_t>tensor.data_ptr()
-
-    cdef void *_flat_data(self, flat) except? NULL:
-        end = max([offset + numel for offset, numel in zip(self.offsets, self.numels)], default=0)
-        is_fit = flat.dtype == self.flat_dtype and flat.numel() >= end
-        if not is_fit or not flat.is_contiguous() or flat.device != self.device.device:
-            raise ValueError(
-                f"the flat buffer must be contiguous {self.flat_dtype} with at least {end} "
-                f"elements on {self.device.device}; "
-                f"it is {flat.dtype} with {flat.numel()} on {flat.device}"
-            )
-        return <void *><size_t>flat.data_ptr()
 
 
 def tiles_of(numels, offsets):
@@ -268,7 +247,7 @@ cdef dict FAMILIES = {  # by how a kernel's name begins, its file in kernels/cud
     "encode": "blocks", "add": "blocks", "decode": "blocks",
 }
 cdef dict _kernels = {}  # (device index, name) -> CUfunction as an integer
-cdef dict _modules = {}  # (device index, family) -> Module or _Compiled
+cdef dict _finders = {}  # (device index, family) -> a function from names to these integers
 
 
 def kernel(Device device, str name):
@@ -278,10 +257,10 @@ def kernel(Device device, str name):
     address = _kernels.get((device.index, name))
     if address is None:
         family = FAMILIES[name.partition("_")[0]]
-        module = _modules.get((device.index, family))
-        if module is None:
-            module = _modules[device.index, family] = _load_module(device, family)
-        address = _kernels[device.index, name] = module.function(name)
+        find = _finders.get((device.index, family))
+        if find is None:
+            find = _finders[device.index, family] = _load(device, family)
+        address = _kernels[device.index, name] = find(name)
     return address
 
 
@@ -300,19 +279,20 @@ cdef Kernel kernel_for(Device device, size_t n_tiles, str name) except *:
     return found
 
 
-cdef _load_module(Device device, family):
+def _load(Device device, family):
     binary = kernel_file(f"{family}.fatbin")
     problem = "this fastcomm was built without nvcc"
     if binary is not None:
         try:
-            return Module(device, binary.read_bytes())
+            return Module(device, binary.read_bytes()).function
         except InitError as error:
             problem = str(error)
     try:
-        return _compile(family)
+        module = _compile(family)
     except Exception as error:  # CuPy raises errors of many kinds
         raise InitError(f"no kernels for this device: {problem}; and CuPy cannot compile them: "
                         f"{type(error).__name__}: {error}") from error
+    return lambda name: module.get_function(name).kernel.ptr
 
 
 def kernel_file(name):
@@ -337,12 +317,10 @@ cdef class Module:
     cdef CUmodule handle
 
     def __cinit__(self, Device device, const unsigned char[::1] image):
-        cdef CUcontext before
-        cdef int code
-        with nogil:  # may wait for the device
-            before = device.enter()
-            code = driver.load_module(&self.handle, &image[0])
-            device.leave(before)
+        cdef int code = CUDA_SUCCESS
+        with device.selected():
+            with nogil:  # may wait for the device
+                code = driver.load_module(&self.handle, &image[0])
         if code != CUDA_SUCCESS:
             raise InitError(f"the driver does not take the kernels nvcc has made (error {code})")
 
@@ -353,16 +331,6 @@ cdef class Module:
         with nogil:  # may load it, and wait for the device
             check(driver.get_function(&function, self.handle, raw), b"cuModuleGetFunction")
         return <size_t>function
-
-
-class _Compiled:
-    """Kernels that CuPy has compiled; it keeps them on disk for the next process."""
-
-    def __init__(self, module):
-        self._module = module
-
-    def function(self, name):
-        return self._module.get_function(name).kernel.ptr
 
 
 def _compile(family):
@@ -376,4 +344,4 @@ def _compile(family):
     headers = b"".join(header.read_bytes() for header in sorted(source.parent.glob("*.*h")))
     checksum = f"-DFASTCOMM_HEADERS={zlib.crc32(headers):#x}"
     options = ("-std=c++17", f"-I{source.parent}", checksum)
-    return _Compiled(cupy.RawModule(code=source.read_text(), options=options))
+    return cupy.RawModule(code=source.read_text(), options=options)

@@ -342,16 +342,11 @@ cdef class NcclBucket(GatheringBucket):
         and after the last round's results.
         """
         cdef CUstream current = self.link.cuda.current_stream()
+        cdef NcclBucketWork last = self.last
         self.link.check_usable()
         self.is_captured = self.link.graphs.note_capture(current)
         self.producers.order_before(current)
-        if self.last is not None:
-            self._order_after_last(current)
-        return 0
-
-    cdef int _order_after_last(self, CUstream current) except -1:
-        cdef NcclBucketWork last = self.last
-        is_known = last.is_awaited and current == last.awaited_on
+        is_known = last is None or (last.is_awaited and current == last.awaited_on)
         # A capture cannot wait for what is outside it; the caller synchronises around it.
         if not is_known and not self.is_captured:
             with nogil:  # may wait for room in the device's queue

@@ -37,14 +37,4 @@ cdef class Lane:
     cdef InFlight calling  # of the launch that a thread is inside, else None
     cdef int n_inside  # other calls into NCCL with this communicator, by any thread
     cdef object ending  # the call that aborts it, until that is over, else None
-
-    cdef bint is_in_use(self)
-
-
-cdef class ThreadCall:
-    cdef Device device
-    cdef int code
-    cdef readonly object over, error
-
-
-cdef list errors_of(list calls, double timeout_s)
+    cdef bint is_given_up  # by close(): the communicator is being aborted, and may be gone

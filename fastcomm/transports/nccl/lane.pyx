@@ -9,6 +9,7 @@ more than the whole launch of a bucket.)
 """
 
 import contextlib
+import functools
 import threading
 import time
 
@@ -21,10 +22,10 @@ cimport cython
 from libc.string cimport memcpy
 
 from fastcomm.postmortem.flight_recorder cimport FlightRecorder
-from fastcomm.transports.cuda.driver cimport Device, Event, Stream, check, driver
+from fastcomm.transports.cuda.driver cimport Device, Event, Stream, check as check_driver, driver
 from fastcomm.transports.cuda.graphs cimport CapturedGraphs
 from fastcomm.transports.nccl.library cimport (
-    error_of, nccl, ncclComm_t, ncclSuccess, ncclUniqueId,
+    check, nccl, ncclComm_t, ncclSuccess, ncclUniqueId,
 )
 
 
@@ -71,49 +72,71 @@ cdef class Lane:
         """Meets the other ranks. `look()` is called while waiting and raises if one of them has
         failed. Raises InitError, NcclError.
         """
-        cdef _Init call = _Init(self.device)
-        cdef bytes raw
         try:
             raw = bytes.fromhex(identifier)
         except (TypeError, ValueError):
             raw = b""
         if len(raw) != sizeof(ncclUniqueId):
             raise InitError(f"rank 0 has sent {identifier!r}, which is no identifier of NCCL's")
-        memcpy(call.identifier.internal, <const char *>raw, sizeof(ncclUniqueId))
-        call.rank, call.world_size = rank, world_size
-        _wait_for(call, f"rank {rank} in ncclCommInitRankConfig", timeout_s, look)
-        self.comm = call.comm
+        call = ThreadCall(self.device, functools.partial(_init, raw, rank, world_size))
+        self._take(call, f"rank {rank} in ncclCommInitRankConfig", timeout_s, look)
 
     def split_from(self, Lane other, int rank, double timeout_s, look):
         """Connects the same ranks again, which meet over a lane they have already."""
-        cdef _Split call = _Split(self.device)
-        call.parent, call.rank = other, rank
-        _wait_for(call, f"rank {rank} in ncclCommSplit", timeout_s, look)
-        self.comm = call.comm
+        call = ThreadCall(self.device, functools.partial(_split, other, rank))
+        self._take(call, f"rank {rank} in ncclCommSplit", timeout_s, look)
+
+    def _take(self, call, str what, double timeout_s, look):
+        """Waits until the call has returned a communicator. Meanwhile calls `look()`, which raises
+        when the other ranks will not come. Raises the call's error.
+        """
+        deadline = Deadline(timeout_s)
+        call.start()
+        while not call.over.wait(SLICE_S):
+            look()
+            if deadline.is_over():
+                raise InitError(
+                    f"waited {timeout_s:g} s for {what}: all ranks have met, but NCCL does not get "
+                    "through between them. NCCL_DEBUG=INFO shows "
+                    "what it tries; NCCL_SOCKET_IFNAME chooses the network interface"
+                )
+        if call.error is not None:
+            raise call.error
+        self.comm = <ncclComm_t><size_t>call.result
 
     def close(self, double timeout_s, memory):
         """Ends the communicator when all that was launched is done, and begins to free it. Returns
         the call that does: see `errors_of`. After an error, or when the time is up, aborts it and
         raises NcclError or TimeoutError. memory: as in begin_abort.
         """
-        cdef _Finalize call = _Finalize(self.device)
-        cdef _Destroy freeing = _Destroy(self.device)
         if self.comm == NULL:
             return None
-        call.lane, call.comm, call.memory = self, self.comm, memory
-        call.start()
+        call = ThreadCall(self.device, functools.partial(self._finalize, memory)).start()
         in_time = Deadline(timeout_s).await_(call.over.wait)
-        if in_time and call.code == ncclSuccess:
-            freeing.comm, self.comm = self.comm, NULL
-            freeing.start()
-            return freeing
-        call.is_given_up = True
+        if in_time and call.error is None:
+            destroying = functools.partial(_destroy, <size_t>self.comm)
+            self.comm = NULL
+            return ThreadCall(self.device, destroying).start()
+        self.is_given_up = True
         has_ended = Deadline(timeout_s).await_(self.begin_abort(memory, None).over.wait)
         raise call.error if in_time else TimeoutError(
             f"waited {timeout_s:g} s for what was launched to end; "
             + ("it was aborted" if has_ended else "NCCL does not abort it either: it is left "
                "behind")
         )
+
+    def _finalize(self, memory):
+        with nogil:  # waits for the device
+            check_driver(driver.synchronize_stream(self.stream.handle), b"cuStreamSynchronize")
+        if self.is_given_up:
+            return
+        self.n_inside += 1
+        try:
+            memory.forget(<size_t>self.comm, True)
+            with nogil:
+                check(nccl.finalize(self.comm), b"ncclCommFinalize")
+        finally:
+            self.n_inside -= 1
 
     def begin_abort(self, memory, all_begun):
         """Begins to end the communicator at once, on another thread, so that its kernels leave
@@ -123,187 +146,121 @@ cdef class Lane:
         that is set when all lanes have begun; None if there is one lane. First come the
         revocations, as a lane's may wait for another lane's kernels.
         """
-        cdef _Abort call = self.ending
+        call = self.ending
         if call is None and self.comm != NULL:
-            call = _Abort(self.device)
-            call.lane, call.comm, call.memory, call.all_begun = self, self.comm, memory, all_begun
+            call = ThreadCall(self.device, functools.partial(self._abort, memory, all_begun))
             self.ending = call
             memory.begin_ending()
             call.start()
         return call
 
-    cdef bint is_in_use(self):
+    def _abort(self, memory, all_begun):
+        """Revokes, then aborts. One thread does both: an abort frees what a revocation uses, and
+        the revocation may take as long as the work before the last kernel of NCCL's.
+        """
+        cdef ncclComm_t comm = self.comm
+        try:
+            # without a revocation kernels may still use the windows
+            is_revoked = nccl.revoke != NULL and self._revoke(all_begun)
+            self._wait_for_graphs()
+            self.comm = NULL
+            with contextlib.suppress(NcclError):  # the abort ends the windows in any case
+                memory.forget(<size_t>comm, is_revoked)
+            with nogil:  # waits for the kernels to leave
+                check(nccl.abort(comm), b"ncclCommAbort")
+        finally:
+            self.ending = None
+            memory.end_ending()
+
+    def _revoke(self, all_begun):
+        """Returns whether NCCL has: it refuses where a close hangs."""
+        cdef int code
+        with nogil:  # waits for the kernels to leave
+            code = nccl.revoke(self.comm, 0)
+        if all_begun is not None:
+            all_begun.wait()
+        # An abort frees what a thread inside NCCL uses. One may stay inside: some loops there look
+        # at no flag. It is left behind then, and the communicator with it.
+        while code == ncclSuccess and self._is_in_use():
+            time.sleep(0.005)
+        return code == ncclSuccess
+
+    def _is_in_use(self):
         """Whether another thread is inside NCCL with this communicator."""
         is_calling = self.calling is not None and self.calling.dtype is not None
         return is_calling or self.n_inside > 0
 
+    def _wait_for_graphs(self):
+        """A graph that goes writes to the communicators it has captured, and an abort frees them.
+        (Without a revocation before it, NCCL waits for the graphs.) Nobody waits for this thread
+        meanwhile: the device is free already.
+        """
+        cdef bint is_alive = nccl.revoke != NULL and self.graphs.count() > 0
+        if is_alive:
+            self.ending.over.set()
+        while is_alive:  # looks once more at the end: the driver may tell NCCL after us
+            is_alive = self.graphs.count() > 0
+            time.sleep(SLICE_S)
 
-cdef list errors_of(list calls, double timeout_s):
+
+def _init(bytes identifier, int rank, int world_size):
+    cdef ncclUniqueId unique
+    cdef ncclComm_t comm = NULL
+    memcpy(unique.internal, <const char *>identifier, sizeof(ncclUniqueId))
+    with nogil:  # waits for all ranks
+        check(nccl.init_rank(&comm, world_size, unique, rank, NULL), b"ncclCommInitRankConfig")
+    return <size_t>comm
+
+
+def _split(Lane parent, int rank):
+    cdef ncclComm_t comm = NULL
+    parent.n_inside += 1
+    try:
+        with nogil:  # waits for all ranks
+            check(nccl.split(parent.comm, 0, rank, &comm, NULL), b"ncclCommSplit")
+    finally:
+        parent.n_inside -= 1
+    return <size_t>comm
+
+
+def _destroy(size_t comm):
+    """Frees a communicator that has nothing left to do. Nothing ends this call: NCCL waits in it
+    until the host's other ranks have left the communicator, too, and an abort would free it twice.
+    """
+    with nogil:
+        check(nccl.destroy(<ncclComm_t>comm), b"ncclCommDestroy")
+
+
+def errors_of(list calls, double timeout_s):
     """What has gone wrong in those that are over by then; the others go on by themselves."""
     deadline = Deadline(timeout_s)
     over = [call for call in calls if deadline.await_(call.over.wait)]
     return [call.error for call in over if call.error is not None]
 
 
-def _wait_for(ThreadCall call, str what, double timeout_s, look):
-    """Waits until the call is over. Meanwhile calls `look()`, which raises when the other ranks
-    will not come. Raises the call's error.
-    """
-    deadline = Deadline(timeout_s)
-    call.start()
-    while not call.over.wait(SLICE_S):
-        look()
-        if deadline.is_over():
-            raise InitError(
-                f"waited {timeout_s:g} s for {what}: all ranks have met, but NCCL does not get "
-                "through between them. NCCL_DEBUG=INFO shows "
-                "what it tries; NCCL_SOCKET_IFNAME chooses the network interface"
-            )
-    if call.code != ncclSuccess:
-        raise call.error
-
-
 cdef class ThreadCall:
-    """A call into NCCL or the driver on another thread. `over` is set when it has returned,
-    `code` and `error` then say how.
+    """A call into NCCL or the driver on another thread: `make()`. `over` is set when it has
+    returned; `result` and `error` then say what, and what it has raised.
     """
 
-    def __cinit__(self, Device device):
-        self.device, self.over = device, threading.Event()
+    cdef Device device
+    cdef object make
+    cdef readonly object over, result, error
+
+    def __init__(self, Device device, make):
+        self.device, self.make, self.over = device, make, threading.Event()
 
     def start(self):
         # Not start_thread(): the call may never return, and the end of the script does not wait.
         threading.Thread(target=self._run, name="fastcomm call", daemon=True).start()
+        return self
 
     def _run(self):
+        make, self.make = self.make, None
         try:
             with nogil:
                 self.device.enter()
-            self.make()
+            self.result = make()
         except Exception as error:
-            self.code, self.error = -1, error
+            self.error = error
         self.over.set()
-
-    def note_result(self, int code, bytes name):
-        self.code = code
-        if code != ncclSuccess:  # now, before another call replaces NCCL's last error
-            self.error = error_of(code, name)
-
-
-cdef class _Init(ThreadCall):
-    cdef ncclComm_t comm
-    cdef ncclUniqueId identifier
-    cdef int rank, world_size
-
-    def make(self):
-        cdef int code
-        with nogil:  # waits for all ranks
-            code = nccl.init_rank(&self.comm, self.world_size, self.identifier, self.rank, NULL)
-        self.note_result(code, b"ncclCommInitRankConfig")
-
-
-cdef class _Split(ThreadCall):
-    cdef Lane parent
-    cdef ncclComm_t comm
-    cdef int rank
-
-    def make(self):
-        cdef int code
-        self.parent.n_inside += 1
-        with nogil:  # waits for all ranks
-            code = nccl.split(self.parent.comm, 0, self.rank, &self.comm, NULL)
-        self.parent.n_inside -= 1
-        self.note_result(code, b"ncclCommSplit")
-
-
-cdef class _End(ThreadCall):
-    cdef ncclComm_t comm
-
-
-cdef class _Finalize(_End):
-    cdef Lane lane
-    cdef object memory
-    cdef bint is_given_up  # the communicator is being aborted, and may be gone
-
-    def make(self):
-        with nogil:  # waits for the device
-            check(driver.synchronize_stream(self.lane.stream.handle), b"cuStreamSynchronize")
-        if not self.is_given_up:
-            self.lane.n_inside += 1
-            try:
-                self._finalize()
-            finally:
-                self.lane.n_inside -= 1
-
-    cdef _finalize(self):
-        cdef int code
-        self.memory.forget(<size_t>self.comm, True)
-        with nogil:
-            code = nccl.finalize(self.comm)
-        self.note_result(code, b"ncclCommFinalize")
-
-
-cdef class _Destroy(_End):
-    """Frees a communicator that has nothing left to do. Nothing ends this call: NCCL waits in it
-    until the host's other ranks have left the communicator, too, and an abort would free it twice.
-    """
-
-    def make(self):
-        cdef int code
-        with nogil:
-            code = nccl.destroy(self.comm)
-        self.note_result(code, b"ncclCommDestroy")
-
-
-cdef class _Abort(_End):
-    """Revokes, then aborts. One thread does both: an abort frees what a revocation uses, and the
-    revocation may take as long as the work before the last kernel of NCCL's.
-    """
-
-    cdef Lane lane
-    cdef object memory, all_begun
-    cdef bint is_revoked
-
-    def make(self):
-        try:
-            self._revoke()
-            self._wait_for_graphs()
-            self._abort()
-        finally:
-            self.lane.ending = None
-            self.memory.end_ending()
-
-    cdef _revoke(self):
-        cdef int code
-        if nccl.revoke != NULL:
-            with nogil:  # waits for the kernels to leave
-                code = nccl.revoke(self.comm, 0)
-            self.is_revoked = code == ncclSuccess  # refused where a close hangs: that is aborted
-            if self.all_begun is not None:
-                self.all_begun.wait()
-            # An abort frees what a thread inside NCCL uses. One may stay inside: some loops there
-            # look at no flag. It is left behind then, and the communicator with it.
-            while self.is_revoked and self.lane.is_in_use():
-                time.sleep(0.005)
-
-    cdef _wait_for_graphs(self):
-        """A graph that goes writes to the communicators it has captured, and an abort frees them.
-        (Without a revocation before it, NCCL waits for the graphs.) Nobody waits for this thread
-        meanwhile: the device is free already.
-        """
-        cdef bint is_alive = nccl.revoke != NULL and self.lane.graphs.count() > 0
-        if is_alive:
-            self.over.set()
-        while is_alive:  # looks once more at the end: the driver may tell NCCL after us
-            is_alive = self.lane.graphs.count() > 0
-            time.sleep(SLICE_S)
-
-    cdef _abort(self):
-        cdef int code
-        # without a revocation kernels may still use the windows
-        self.lane.comm = NULL
-        with contextlib.suppress(NcclError):  # the abort ends them in any case
-            self.memory.forget(<size_t>self.comm, self.is_revoked)
-        with nogil:  # waits for the kernels to leave
-            code = nccl.abort(self.comm)
-        self.note_result(code, b"ncclCommAbort")

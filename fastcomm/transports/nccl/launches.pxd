@@ -2,7 +2,7 @@ from libc.stdint cimport uint64_t
 
 from fastcomm.postmortem.flight_recorder cimport FlightRecorder
 from fastcomm.transports.cuda.driver cimport Device
-from fastcomm.transports.nccl.lane cimport InFlight, Lane, ThreadCall
+from fastcomm.transports.nccl.lane cimport InFlight, Lane
 
 
 cdef class Launches:
@@ -14,15 +14,9 @@ cdef class Launches:
     # of works that are gone, the oldest first; their launches may not be over
     cdef readonly object unused
     cdef list flattening  # works of buckets whose gradients may not have been read yet
-    cdef ThreadCall newest_question
+    cdef object question, answer_by  # the newest to the driver, and its deadline
     cdef InFlight new_record(self)
     cdef InFlight take_record(self)
-    cdef forget_tensors(self)
-    cdef begin_epoch(self, uint64_t epoch)
     cdef int begin(self, Lane lane, InFlight in_flight, op) except -1
     cdef int end(self, Lane lane, InFlight in_flight, bint is_captured) except -1
     cdef InFlight calling(self)
-    cdef ask(self)
-    cdef settle(self)
-    cdef oldest_unfinished(self)
-    cdef list _pending(self)

@@ -13,6 +13,7 @@ from collections import deque
 
 from fastcomm.comm.deadline import Deadline, running_s
 from fastcomm.comm.times import DRIVER_ANSWER_S
+from fastcomm.transports.nccl.lane import ThreadCall
 
 cimport cython
 from libc.stdlib cimport calloc, free
@@ -53,7 +54,7 @@ cdef class Launches:
                 return in_flight
         return self.new_record()
 
-    cdef forget_tensors(self):
+    def forget_tensors(self):
         """All that was launched is over."""
         for work in self.flattening:
             work.kept.clear()
@@ -61,7 +62,7 @@ cdef class Launches:
         for in_flight in _members(self.records):
             (<InFlight>in_flight).tensors = None
 
-    cdef begin_epoch(self, uint64_t epoch):
+    def begin_epoch(self, uint64_t epoch):
         """The ranks meet again: what was launched before is over, and numbers restart."""
         self.number = 0
         self.flight.epoch = epoch
@@ -104,23 +105,23 @@ cdef class Launches:
                 return (<Lane>lane).calling
         return None
 
-    cdef ask(self):
+    def ask(self):
         """Settles what is over, on another thread. Returns after DRIVER_ANSWER_S at the
         latest; when the driver does not answer, only that thread stays behind, and no other is
         begun.
         """
-        cdef _Question question = self.newest_question
-        if question is None or question.over.is_set():
+        if self.question is None or self.question.over.is_set():
             if not self._pending():
                 return
-            question = self.newest_question = _Question(self.cuda)
-            question.launches, question.deadline = self, Deadline(DRIVER_ANSWER_S)
-            question.start()
-        if question.deadline.await_(question.over.wait):
+            self.question = ThreadCall(self.cuda, self.settle)
+            self.answer_by = Deadline(DRIVER_ANSWER_S)
+            self.question.start()
+        question = self.question
+        if self.answer_by.await_(question.over.wait):
             if question.error is not None:
                 raise question.error
 
-    cdef settle(self):
+    def settle(self):
         """Asks the driver which launches are over. Raises FastcommError for a broken device."""
         cdef InFlight in_flight
         cdef uint64_t epoch = self.flight.epoch
@@ -155,7 +156,7 @@ cdef class Launches:
         finally:
             free(answers)
 
-    cdef oldest_unfinished(self):
+    def oldest_unfinished(self):
         """Its number, seconds without progress, and its description; as far as is known."""
         cdef InFlight in_flight, oldest = self.calling()
         for in_flight in self._pending():
@@ -165,22 +166,13 @@ cdef class Launches:
             return None
         return oldest.number, running_s() - oldest.since, oldest.describe()
 
-    cdef list _pending(self):
+    def _pending(self):
         """The records of what is not known to be over."""
         cdef InFlight calling = self.calling()
         return [
             in_flight for in_flight in _members(self.records)
             if (<InFlight>in_flight).is_pending and in_flight is not calling
         ]
-
-
-cdef class _Question(ThreadCall):
-    cdef Launches launches
-    cdef object deadline
-
-    def make(self):
-        launches, self.launches = self.launches, None
-        launches.settle()
 
 
 # What the driver has said of one record.

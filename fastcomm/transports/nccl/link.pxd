@@ -1,4 +1,4 @@
-from libc.stdint cimport uint32_t, uint64_t
+from libc.stdint cimport uint64_t
 
 from fastcomm.transports.cuda.clock cimport DeviceClock
 from fastcomm.transports.cuda.driver cimport Device, Stream
@@ -28,36 +28,16 @@ cdef class Link:
     # Collectives are counted since the ranks met. How many came before the round that is open; and
     # before the abandoned one, so that all ranks have them.
     cdef uint64_t n_settled, n_kept
-    cdef int heard_in  # the epoch in which a round was abandoned, and when this rank heard of it
-    cdef double heard_at
     cdef object interruption  # why the ranks have to meet again, until it has been raised
     cdef bint is_split_up, is_closed, is_waited_for  # by a thread that polls
     cdef DeviceClock clock  # while somebody asks for the times of buckets, else None
     cdef int n_timekeepers  # how many do
 
-    cdef close(self, double timeout)
-    cdef abort(self)
-    cdef abandon(self)
     cdef hear(self)
     cdef Lane lane(self, int number)
-    cdef register(self, Lane lane, memory, uint32_t label)
-    cdef wait_for(self, InFlight in_flight)
-    cdef object _poll(self, InFlight in_flight)
     cdef int check_usable(self) except -1
     cdef int check_open(self) except -1
     cdef int check_work(self, int epoch, uint64_t number) except -1
     cdef object error(self, int code, const char *call)
     cdef object reason(self, error)
-
-    cdef _add_lane(self, look)
-    cdef _connect(self, Lane lane, int number, look, look_for_all)
-    cdef _give_up_graphs(self, str why)
-    cdef _abandon(self)
-    cdef uint64_t _wait_for_settled(self)
-    cdef bint _has_unfinished(self, uint64_t n)
-    cdef str _abort_lanes(self)
-    cdef _end_round(self, str why)
-    cdef _meet_again(self)
-    cdef _register_again(self)
     cdef int _check_alive(self) except -1
-    cdef object _take_interruption(self)

@@ -8,16 +8,17 @@ import contextlib
 import os
 import sys
 import threading
+import time
 import weakref
 
 from fastcomm.comm import messages, words
-from fastcomm.comm.deadline import Deadline, running_s
+from fastcomm.comm.deadline import Deadline
 from fastcomm.comm.who import processes_of
 from fastcomm.errors import (
-    AbandonedError, FastcommError, NcclError, PeerLostError, has_aborted, has_closed,
-    has_ended,
+    AbandonedError, FastcommError, has_aborted, has_closed, has_ended,
 )
 from fastcomm.comm.standing import again
+from fastcomm.transports.nccl.lane import errors_of
 from fastcomm.transports.nccl.library import load, refuse_different_versions, unique_id
 from fastcomm.transports.nccl.memory import pool_of
 from fastcomm.postmortem.script_end import tell_at_end
@@ -31,7 +32,6 @@ from cpython.exc cimport PyErr_CheckSignals
 from posix.unistd cimport usleep
 
 from fastcomm.postmortem.flight_recorder cimport FlightRecorder
-from fastcomm.transports.nccl.lane cimport errors_of
 from fastcomm.transports.nccl.library cimport (
     error_of, nccl, ncclInProgress, ncclSuccess,
 )
@@ -39,6 +39,7 @@ from fastcomm.transports.nccl.library cimport (
 
 cdef unsigned int POLL_US = 50
 ABORT_S = 10.0  # how long to wait for NCCL to abort all lanes, which may hang
+KEEP_POLL_S = 0.001
 KEEP_S = 2.0  # how long collectives before an abandoned round have to end, which all have launched
 FREE_S = 5.0  # how long close() waits for NCCL to free all lanes, once nothing is under way
 
@@ -61,7 +62,6 @@ cdef class Link:
         self.ending, self.buckets, self.rejoining = threading.Lock(), weakref.WeakSet(), []
         self.cuda, self.lanes = Device(device), []
         self.flattener, self.graphs = Stream(self.cuda), CapturedGraphs(self.cuda)
-        self.heard_in = -1
         facts = bootstrap.exchange([os.getpid(), *load()], (messages.PID, int, str))
         refuse_different_versions([library for _, *library in facts])
         self.processes = processes_of(pid for pid, *_ in facts)
@@ -83,14 +83,14 @@ cdef class Link:
             self.standing.end(FastcommError(has_ended(self.rank)))
             self.watchdog.stop()
 
-    cdef _add_lane(self, look):
-        lane = Lane(self.cuda, self.graphs)
-        (<Lane>lane).index = len(self.lanes)
-        self._connect(lane, len(self.lanes), look, look)
-        self.launches.records.add((<Lane>lane).in_flight)
+    def _add_lane(self, look):
+        cdef Lane lane = Lane(self.cuda, self.graphs)
+        lane.index = len(self.lanes)
+        self._connect(lane, lane.index, look, look)
+        self.launches.records.add(lane.in_flight)
         self.lanes.append(lane)
 
-    cdef _connect(self, Lane lane, int number, look, look_for_all):
+    def _connect(self, Lane lane, int number, look, look_for_all):
         """Collective. The first lane meets over the store, the others over the first."""
         if number:
             lane.split_from(self.lanes[0], self.rank, self.timeout_s, look)
@@ -114,7 +114,7 @@ cdef class Link:
                 self._add_lane(self._look)
         return self.lanes[number]
 
-    cdef wait_for(self, InFlight in_flight):
+    def wait_for(self, InFlight in_flight):
         """Blocks until the newest collective launched with the record is over.
 
         What a signal handler raises meanwhile (Ctrl-C) is raised afterwards, because the peers
@@ -134,7 +134,7 @@ cdef class Link:
         if deferred is not None:
             raise deferred
 
-    cdef object _poll(self, InFlight in_flight):
+    def _poll(self, InFlight in_flight):
         """Until it is over, or will never be. Returns what a signal handler has raised."""
         deferred = None
         while not in_flight.done.is_over():
@@ -154,13 +154,10 @@ cdef class Link:
         return deferred
 
     @contextlib.contextmanager
-    def _meeting(self):
-        """The ranks meet again in the block, and the watchdog watches. An error on one rank ends
-        the communicator on all.
+    def _watched(self, Lane lane, InFlight in_flight):
+        """The ranks do something together in the block, and the watchdog watches. An error on one
+        rank ends the communicator on all.
         """
-        cdef Lane lane = self.lanes[0]
-        cdef InFlight in_flight = self.launches.new_record()
-        in_flight.kind = "meeting of the ranks"
         self.launches.begin(lane, in_flight, None)
         try:
             try:
@@ -172,6 +169,12 @@ cdef class Link:
         except BaseException:  # Ctrl-C: the other ranks have met without this one
             self.abort()
             raise
+
+    def _meeting(self):
+        """The ranks meet again in the block."""
+        cdef InFlight in_flight = self.launches.new_record()
+        in_flight.kind = "meeting of the ranks"
+        return self._watched(self.lanes[0], in_flight)
 
     def _look(self):
         """Called while NCCL lets the ranks meet again. Raises when the watchdog has found that they
@@ -188,7 +191,7 @@ cdef class Link:
         if self.interruption is not None:
             raise again(self.interruption)
 
-    cdef close(self, double timeout):
+    def close(self, double timeout):
         """Waits for what is under way, at most so long, and leaves NCCL."""
         if self.standing.is_forked() or self.standing.failure is not None:
             return
@@ -211,20 +214,20 @@ cdef class Link:
         if errors:
             raise errors[0]
 
-    cdef abort(self):
+    def abort(self):
         if not self.standing.is_forked() and self.standing.failure is None:
             leave_abort(self.bootstrap, self.rank)
             self.is_closed = True
             self._fail(FastcommError(has_aborted(self.rank)))
             self.watchdog.stop()
 
-    cdef abandon(self):
+    def abandon(self):
         """Ends the lanes on every rank; the ranks meet again at their next collective."""
         self.standing.n_abandoned += 1
         self._abandon()
         self.standing.tell()
 
-    cdef _abandon(self):
+    def _abandon(self):
         cdef uint64_t n_kept = 0
         if self.interruption is not None:  # another rank has abandoned this round: join it
             self.interruption = None
@@ -236,7 +239,7 @@ cdef class Link:
         if self.is_split_up:
             self.epoch += 1
         else:
-            n_kept = self._wait_for_settled()
+            n_kept = self._kept_of(self.n_settled)
             if self.interruption is not None:  # meanwhile another rank has abandoned this round
                 self.interruption = None
                 return
@@ -250,32 +253,24 @@ cdef class Link:
             leave_abandonment(self.bootstrap, self.epoch, n_kept, why)
         self._end_round(f"rank {self.rank} abandoned what was under way")
 
-    cdef uint64_t _wait_for_settled(self):
-        """Waits for what came before the round, with which the others step, since it ends with
-        NCCL's communicators. Returns how many collectives are over for sure.
+    def _kept_of(self, uint64_t n):
+        """Waits for the first n collectives since the ranks met: they came before the round, and
+        some rank may step with them, but they end with NCCL's communicators. Returns n, or 0 where
+        they were cut off: no rank can tell how much of them came.
         """
         deadline = Deadline(KEEP_S)
-        while self._has_unfinished(self.n_settled):
+        while (oldest := self._oldest_unfinished()) is not None and oldest[0] <= n:
             is_ended = self.standing.failure is not None or self.interruption is not None
             if is_ended or deadline.is_over():
                 return 0
-            with nogil:
-                usleep(POLL_US)
-            self.launches.settle()
-        return self.n_settled
-
-    cdef bint _has_unfinished(self, uint64_t n):
-        """Whether one of the first n collectives since the ranks met is under way, as far as is
-        known.
-        """
-        oldest = self.launches.oldest_unfinished()
-        return oldest is not None and oldest[0] <= n
+            time.sleep(KEEP_POLL_S)
+        return n
 
     cdef hear(self):
         if not self.is_closed:
             self._check_alive()
 
-    cdef str _abort_lanes(self):
+    def _abort_lanes(self):
         """Ends NCCL's communicators. Returns what an error must say of those that do not end."""
         self.is_split_up = True
         with self.ending:
@@ -295,13 +290,13 @@ cdef class Link:
         return (f"; NCCL has not ended {n_left} of {len(self.lanes)} lanes within {ABORT_S:g} s: "
                 "they are left behind")
 
-    cdef _end_round(self, str why):
+    def _end_round(self, str why):
         """Ends the lanes; the ranks meet again. But not on streams that NCCL does not leave."""
         cdef str left_behind = self._abort_lanes()
         if left_behind:
             self.watchdog.give_up(self, FastcommError(f"{why}{left_behind}"))
 
-    cdef _meet_again(self):
+    def _meet_again(self):
         """Gives the lanes new NCCL communicators after abandon(). Collective."""
         with self.ending:  # the watchdog may still be ending the old ones
             pass
@@ -321,11 +316,11 @@ cdef class Link:
             self._end_round(str(self.interruption))
             self._check_alive()
 
-    cdef _register_again(self):
+    def _register_again(self):
         """Windows are collective: the ranks register those of buckets that all have left, in the
         order of their labels.
         """
-        for bucket in sorted(self.rejoining, key=_label):
+        for bucket in sorted(self.rejoining, key=lambda bucket: bucket.label):
             if self.world_size > 1 and bucket.label in self.common_labels:
                 bucket.register_window()
 
@@ -369,20 +364,14 @@ cdef class Link:
         if self.graphs.count() > 0:
             self._give_up_graphs(str(error))
             return
-        now = running_s()
-        if self.heard_in != epoch:
-            self.heard_in, self.heard_at = epoch, now
-        if self._has_unfinished(n_kept):
-            if now < self.heard_at + KEEP_S:
-                return  # the watchdog asks again
-            n_kept = 0  # it was cut off: no rank can tell how much of it came
+        n_kept = self._kept_of(n_kept)
         if self.is_split_up or epoch != self.epoch:  # meanwhile this rank has abandoned it, too
             return
         self.n_kept = n_kept
         self.is_split_up, self.interruption = True, error
         self._end_round(str(error))
 
-    cdef _give_up_graphs(self, str why):
+    def _give_up_graphs(self, str why):
         """Ends the communicator for good: NCCL cannot end one that captured graphs hold on to, and
         the graphs cannot be replayed over a new one.
         """
@@ -394,7 +383,7 @@ cdef class Link:
 
     # -- before and after every launch --
 
-    cdef register(self, Lane lane, memory, uint32_t label):
+    def register(self, Lane lane, memory, label):
         """Makes memory of NCCL's a window, unless it was registered. Collective. The watchdog
         watches: it waits for the peers.
         """
@@ -403,14 +392,8 @@ cdef class Link:
         cdef InFlight in_flight = self.launches.new_record()
         in_flight.kind, in_flight.label = "registration", label
         in_flight.dtype, in_flight.numel = memory.dtype, memory.numel()
-        self.launches.begin(lane, in_flight, None)
-        try:
-            try:
-                self.pool.register(memory.data_ptr(), lane)
-            finally:
-                self.launches.end(lane, in_flight, True)
-        except (NcclError, PeerLostError) as error:
-            raise self.reason(error) from error
+        with self._watched(lane, in_flight):
+            self.pool.register(memory.data_ptr(), lane)
 
     cdef int check_usable(self) except -1:
         """Called before every launch. After an abandoned round the ranks meet again here."""
@@ -432,7 +415,7 @@ cdef class Link:
             raise self._take_interruption()
         return 0
 
-    cdef object _take_interruption(self):
+    def _take_interruption(self):
         """Returns the interruption, to be raised, and clears it: it is raised once."""
         interruption, self.interruption = self.interruption, None
         self.standing.n_abandoned += 1
@@ -474,10 +457,6 @@ cdef class Link:
         if self.standing.failure is None:
             self.watchdog.give_up(self, error)
         return again(self.standing.failure)
-
-
-def _label(bucket):
-    return bucket.label
 
 
 cdef list _labels(list buckets):

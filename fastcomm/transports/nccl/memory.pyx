@@ -20,7 +20,7 @@ cimport cython
 from cpython.pycapsule cimport PyCapsule_New
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint16_t, uint64_t
 
-from fastcomm.transports.cuda.driver cimport CUcontext, Device
+from fastcomm.transports.cuda.driver cimport Device
 from fastcomm.transports.nccl.lane cimport Lane
 from fastcomm.transports.nccl.library cimport (
     NCCL_WIN_COLL_SYMMETRIC, check, nccl, ncclComm_t, ncclWindow_t,
@@ -49,6 +49,7 @@ cdef struct DLManagedTensor:
     DLTensor dl_tensor
     void *manager_ctx
     void (*deleter)(DLManagedTensor *) noexcept nogil
+
 
 @cython.final
 cdef class Allocation:
@@ -107,15 +108,11 @@ cdef class Pool:
         free.
         """
         cdef Allocation allocation = Allocation()
-        cdef CUcontext before
-        cdef int code
         self._give_back()
         allocation.nbytes = nbytes
-        with nogil:
-            before = self.device.enter()
-            code = nccl.mem_alloc(&allocation.memory, nbytes)
-            self.device.leave(before)
-            check(code, b"ncclMemAlloc")
+        with self.device.selected():
+            with nogil:
+                check(nccl.mem_alloc(&allocation.memory, nbytes), b"ncclMemAlloc")
         self.allocations.append(allocation)
         return allocation.tensor(self.device.device)
 
@@ -133,15 +130,11 @@ cdef class Pool:
                     self._free(allocation)
 
     def _free(self, Allocation allocation):
-        cdef CUcontext before
-        cdef int code
         if allocation.window != NULL:
             _deregister(allocation.comm, allocation.window)
-        with nogil:  # waits for the device
-            before = self.device.enter()
-            code = nccl.mem_free(allocation.memory)
-            self.device.leave(before)
-            check(code, b"ncclMemFree")
+        with self.device.selected():
+            with nogil:  # waits for the device
+                check(nccl.mem_free(allocation.memory), b"ncclMemFree")
 
     def unregistered(self, size_t data):
         """The allocation there, if it is no window yet and this NCCL has windows; else None."""

@@ -121,6 +121,7 @@ def _launch_with_weights(place):
     for _ in range(2):
         for library in (loaded("cuda"), loaded("nccl")):
             library.stand_in_clear_log()
+        model.zero_grad()
         reducer.set_weight(place.rank + 1)
         backward(model, place.rank)
     return len(reducer.core.buckets), log_of(loaded("cuda")), log_of(loaded("nccl"))
