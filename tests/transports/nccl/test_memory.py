@@ -212,19 +212,6 @@ def test_a_window_that_one_rank_does_not_get_back_is_an_error_on_all():
         assert "ncclCommWindowRegister failed with code 2" in message
 
 
-def _abort_with_windows(place):
-    comm = communicator(place)
-    bucket = _bucket(comm, 1)
-    comm.abort()
-    assert_all_ended()
-    assert bucket.label == 1
-    return loaded("nccl").stand_in_lost_windows(), _calls_of("ncclCommWindowDeregister")
-
-
-def test_an_abort_deregisters_windows_first():
-    assert stand_in_values(2, _abort_with_windows) == [(0, (1,))] * 2
-
-
 def _do_without(place):
     comm = communicator(place)
     check_gradients(comm, mlp(), backward, streams=2, **SMALL_BUCKETS)
