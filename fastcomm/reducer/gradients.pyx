@@ -13,7 +13,7 @@ Torch counts the writes to a tensor in its version; those past torch (`.data`, N
 Runs in every step, so it is compiled, and looks at gradients only where it must.
 """
 
-import weakref
+from weakref import ref
 
 import torch
 from torch import strided
@@ -113,7 +113,7 @@ cdef class Gradients:
                 continue
             if self.others[i] is None:
                 is_own = self.states[i] == ACCUMULATED
-                self.others[i] = weakref.ref(self.views[i]) if is_own else no_tensor
+                self.others[i] = ref(self.views[i]) if is_own else no_tensor
             found.append(i)
         return found
 
@@ -159,7 +159,7 @@ cdef class Gradients:
         """The gradient, as it is now, is of this state."""
         self.states[i] = NONE if gradient is None else state
         is_elsewhere = gradient is not None and not self._is_at_home(i, gradient)
-        self.others[i] = weakref.ref(gradient) if is_elsewhere else None
+        self.others[i] = ref(gradient) if is_elsewhere else None
         if state == SPENT and gradient is not None:
             self.versions[i] = self._version(i, gradient)
         return 0
@@ -174,7 +174,7 @@ cdef class Gradients:
         gradient = parameter.grad
         self.states[i] = NONE if gradient is None else ACCUMULATED
         self.others[i] = (
-            None if gradient is None or gradient is self.views[i] else weakref.ref(gradient)
+            None if gradient is None or gradient is self.views[i] else ref(gradient)
         )
 
     def note_round(self, left):
@@ -325,7 +325,7 @@ cdef class Gradients:
         if self.states[i] == REDUCED:  # the user may have replaced it
             state = REDUCED
         if state != LOCAL:
-            left_behind[self.references[i]()] = state, weakref.ref(gradient), version_of(gradient)
+            left_behind[self.references[i]()] = state, ref(gradient), version_of(gradient)
 
     cdef int _take_over(self, Py_ssize_t i) except -1:
         """Takes over a gradient that exists at attach()."""
