@@ -49,7 +49,7 @@ tellable(bytes)  # torch knows those that are not empty
 
 
 @contextlib.contextmanager
-def called_by(call: str) -> Iterator[None]:
+def naming(call: str) -> Iterator[None]:
     """Names the user's call that makes these collectives, where other ranks call something else."""
     try:
         yield
@@ -97,7 +97,7 @@ def gather_objects(comm: Transport, value: Any, call: str) -> list[Any]:
         packed = _packed((call, None, value))
     except TypeError as error:
         packed = _packed((call, str(error), None))
-    with called_by(call):
+    with naming(call):
         rows = _gather(comm, packed)
     told = [
         messages.checked(_read(rank, row, here), _TOLD, f"what rank {rank} has sent")
@@ -119,7 +119,7 @@ def gather_unequal(comm: Transport, value: Any, call: str) -> list[Any] | None:
     """
     digest = hashlib.blake2b(repr((call, value)).encode(), digest_size=7).digest()
     number = -1 - int.from_bytes(digest, "little")  # no number of bytes is negative
-    with called_by(call):
+    with naming(call):
         numbers = _announced(comm, number)
     return None if numbers == [number] * len(numbers) else gather_objects(comm, value, call)
 

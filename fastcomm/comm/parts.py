@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from fastcomm.comm.collective import check_apart, check_out, check_root, shard_of
-from fastcomm.comm.objects import called_by, gather_numbers
+from fastcomm.comm.objects import gather_numbers, naming
 from fastcomm.comm.transport import Transport
 from fastcomm.errors import MismatchError
 
@@ -84,7 +84,7 @@ def exchanged(
     pair = 2 if inp.is_complex() else 1
     sent = _numels("in_splits", "inp", inp, in_splits, n)
     expected = _numels("out_splits", "out", out, out_splits, n)
-    with called_by(f"{name}() with splits"):
+    with naming(f"{name}() with splits"):
         of_all = [[numel * pair for numel in row] for row in _agreed(comm, sent, expected)]
     received = [row[comm.rank] for row in of_all]
     return Parts(of_all[comm.rank], received, n * max(map(max, of_all)), of_all)

@@ -13,5 +13,5 @@ cdef class Standing:
 
     cpdef bint is_forked(self) noexcept
     cpdef object refusal(self)
-    cpdef settle(self)
+    cpdef forget_abandonment(self)
     cdef object _abandoned(self, str message)

@@ -77,27 +77,27 @@ cdef class Standing:
 
     # -- an abandonment --
 
-    cpdef settle(self):
+    cpdef forget_abandonment(self):
         """What comes is not of the step that was abandoned last."""
         self.newest = 0
 
-    def tell(self):
+    def note_abandonment(self):
         """n_abandoned has grown: calls what was given to when_abandoned(), and again where a signal
         handler raises meanwhile.
         """
         self.backward, self.newest = None, next(numbers)
         self.graph_task = _current_graph_task_id()
         try:
-            self._tell()
+            self._call_back()
         except BaseException:
-            self._tell()
+            self._call_back()
             raise
 
-    def _tell(self):
+    def _call_back(self):
         self.backward = running_backward()
         on_abandonment(self)
 
-    def told(self, error, int n_abandoned=-1):
+    def to_raise(self, error, int n_abandoned=-1):
         """A copy of the error, to be raised: works and others hold the error, and its traceback
         would hold the model.
 

@@ -154,7 +154,7 @@ class Transport(Communicator):
         """What was launched so far is not abandoned with what comes: the round has ended alike on
         all ranks.
         """
-        self.standing.settle()
+        self.standing.forget_abandonment()
 
     @abc.abstractmethod
     def broadcast_all(self, tensors: list[Tensor], src: int = 0) -> None:

@@ -89,7 +89,9 @@ class LocalSGD(ProcessBound):
         if not isinstance(reducer, Reducer):
             raise TypeError(f"{name}() takes a Reducer; got {type(reducer).__name__}")
         self.reducer, self._core = reducer, reducer.core
-        making = validation.Call(f"{name}()", f"options of {name}", f"cannot begin its {name}")
+        making = validation.CollectiveCall(
+            f"{name}()", f"options of {name}", f"cannot begin its {name}"
+        )
         self._names = {name for bucket in self._core.buckets for name in bucket.names}
         with validation.agreeing(self._core.comm, making) as described:
             _refuse(self._core, every)
@@ -291,7 +293,7 @@ class LocalSGD(ProcessBound):
         """
         self._refuse_ended()
         call = f"load_state_dict() of {type(self).__name__}"
-        loading = validation.Call(call, "states to load", "cannot load its state")
+        loading = validation.CollectiveCall(call, "states to load", "cannot load its state")
         with validation.agreeing(self.comm, loading) as described:
             described |= self._described(state_dict)
         self._load(state_dict)
@@ -486,7 +488,7 @@ def _average(
     except BaseException as error:
         if not buckets or reduction.state is not State.SETTLED:
             with _gradients_aside(buckets):
-                reduction.abort(error)
+                reduction.abandon(error)
             raise
         interruption = error
     if trouble is not None:

@@ -38,12 +38,14 @@ from fastcomm.reducer.owners import owner_of
 from fastcomm.reducer.reducer import Reducer
 from fastcomm.reducer.round import Round, State
 
-_MAKING = validation.Call("ShardedOptimizer()", "optimizers", "cannot make its ShardedOptimizer")
-_TAKING = validation.Call(
+_MAKING = validation.CollectiveCall(
+    "ShardedOptimizer()", "optimizers", "cannot make its ShardedOptimizer"
+)
+_TAKING = validation.CollectiveCall(
     "ShardedOptimizer() or refresh()", validation.GROUPS, "cannot take buckets"
 )
-_SAVING = validation.Call("state_dict()", "states", "cannot make its state")
-_LOADING = validation.Call("load_state_dict()", "states to load", "cannot load its state")
+_SAVING = validation.CollectiveCall("state_dict()", "states", "cannot make its state")
+_LOADING = validation.CollectiveCall("load_state_dict()", "states to load", "cannot load its state")
 
 
 class ShardedOptimizer(Optimizer):

@@ -235,7 +235,7 @@ class Core(ReducerFlags):
         self._handles, self.buckets, self._model = [], [], None
         self.round, self.deferred = None, None
         for extension in self.extensions:
-            extension.dropped()
+            extension.forget()
         watch_steps()
 
     def refresh(self) -> None:
@@ -277,7 +277,7 @@ class Core(ReducerFlags):
         model = self.model()
         check(Feature.REBUILD, self.features())
         if self.round is not None:
-            self.round.abort()
+            self.round.abandon()
         self.drop_step()
         self.release()
         self.use(self.options.checked(successor))
@@ -370,7 +370,7 @@ class Core(ReducerFlags):
         """See Reducer.skipped."""
         if not self.extensions or self.steps_alone:
             return False
-        return any(extension.drops_step for extension in self.extensions)
+        return any(extension.skips_step for extension in self.extensions)
 
     @property
     def n_skipped(self) -> int:
@@ -447,7 +447,7 @@ class Core(ReducerFlags):
             extension.after_round(over)
         if over.observer is not None:
             over.observer.after_round(over)
-        if over.state is not State.DROPPED:
+        if over.state is not State.ABANDONED:
             self.n_rounds = over.number
         self.n_unsynced = 0
         self.round = None
@@ -463,7 +463,7 @@ class Core(ReducerFlags):
                     bucket.shard.drop()
             self.n_unsynced = 0
             for extension in self.extensions:
-                extension.dropped()
+                extension.forget()
 
     def _end_of_backward(self) -> None:
         ending = self.round
@@ -504,10 +504,10 @@ class Core(ReducerFlags):
         self.phases.enter(WAITING)
         try:
             ending.advance(is_end=True)
-            if ending.state is not State.DROPPED:
+            if ending.state is not State.ABANDONED:
                 self._confer(can_replan=is_between_steps and not self.skipped)
         except BaseException as interruption:
-            if ending.state is not State.DROPPED and ending.is_over:  # as on the other ranks
+            if ending.state is not State.ABANDONED and ending.is_over:  # as on the other ranks
                 try:
                     self._confer(can_replan=False)
                 except FastcommError as trouble:

@@ -37,7 +37,7 @@ class RoundExtension(ProcessBound):
         return self.votes
 
     @property
-    def drops_step(self) -> bool:
+    def skips_step(self) -> bool:
         """Whether all ranks drop the last step, as far as the extension knows."""
         return False
 
@@ -51,7 +51,7 @@ class RoundExtension(ProcessBound):
     def before_round(self, round: Round) -> None:
         """A round is about to open. May set how it is reduced. No rank knows of it yet."""
 
-    def drops_round(self, round: Round) -> bool:
+    def skips_round(self, round: Round) -> bool:
         """Decide, when all buckets are reduced, whether all ranks drop the round. The answer must
         be the same on all ranks, and at each call.
         """
@@ -78,7 +78,7 @@ class RoundExtension(ProcessBound):
     def after_step(self, stepped: list[SteppedSlots]) -> None:
         """An optimizer has stepped these parameters of the reducer."""
 
-    def dropped(self) -> None:
+    def forget(self) -> None:
         """What was to come into the next round is dropped: the step was abandoned between rounds,
         a join() has ended, or the reducer has let go of its model and its buckets.
         """

@@ -69,7 +69,7 @@ class RoundObserver:
         self._close_range()
         if self._recorder is None:
             return
-        if round.state is State.DROPPED:
+        if round.state is State.ABANDONED:
             self._recorder.drop_round()
         else:
             self._recorder.end_round()

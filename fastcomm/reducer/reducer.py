@@ -201,7 +201,7 @@ class Reducer(ProcessBound):
             core.synchronize()
         name = core.guards.find_gradient()
         if name is not None:
-            core.open().abort()  # the other ranks hear of it
+            core.open().abandon()  # the other ranks hear of it
             raise FastcommError(unreduced(name))
         core.open().count_all()
         core.synchronize(is_between_steps=True)

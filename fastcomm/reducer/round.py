@@ -37,7 +37,7 @@ class State(enum.Enum):
     COMMITTED = "committed"
     SETTLED = "settled"
     SKIPPED = "skipped"
-    DROPPED = "dropped"
+    ABANDONED = "abandoned"
 
 
 class Round(RoundFlags):
@@ -59,7 +59,7 @@ class Round(RoundFlags):
     5. It tells when_over, which tells the extensions.
 
     reduce() counts the gradients that stand in .grad, and begins with step 3. What is raised before
-    COMMITTED aborts the round, on all ranks: DROPPED. After it only an error that all ranks get
+    COMMITTED aborts the round, on all ranks: ABANDONED. After it only an error that all ranks get
     does. What a signal handler raises then is raised when the round has settled. A handler may
     raise between any two statements, so the order of those that change state matters. An error
     that an extension survives is not raised: the backward goes on, and the round is dropped at its
@@ -244,7 +244,7 @@ class Round(RoundFlags):
             # the other ranks have heard of it, or will when this one leaves
             if self._is_survived(error):
                 self.survive(error)
-            self.abort(error)
+            self.abandon(error)
             if self.survived is None:
                 raise
         except BaseException as error:
@@ -275,8 +275,8 @@ class Round(RoundFlags):
     def _settle_or_drop(self) -> State:
         """Settle or drop the gradients of all buckets."""
         self.was_voted_down = any(bucket.is_skipped() for bucket in self.buckets)
-        drops = [extension.drops_round(self) for extension in self.extensions]
-        is_skipped = self.was_voted_down or any(drops)
+        skips = [extension.skips_round(self) for extension in self.extensions]
+        is_skipped = self.was_voted_down or any(skips)
         for bucket in self.buckets:
             if is_skipped:
                 bucket.drop_gradients()
@@ -290,7 +290,7 @@ class Round(RoundFlags):
         try:
             self._settle()
         except FastcommError as trouble:  # it has ended alike on all ranks, or they are lost
-            self.abort(interruption)
+            self.abandon(interruption)
             raise interruption from trouble
         except BaseException as trouble:
             # once more: there is no way to go on in step with the others
@@ -306,21 +306,21 @@ class Round(RoundFlags):
         """
         self.has_callback = False
         if not any(extension.keeps_open(self) for extension in self.extensions):
-            self.abort(error)
+            self.abandon(error)
 
-    def abort(self, error: BaseException | None = None) -> None:
+    def abandon(self, error: BaseException | None = None) -> None:
         """Drop the round on all ranks, which hear that this one cannot go on. Does nothing once
         the round is over. error: the reason.
         """
         if not self.is_over:
             try:
-                self._abandon()
+                self._tell_ranks()
             finally:
                 self._drop()
         if error is not None:
             self._comm.standing.mark(error)
 
-    def _abandon(self) -> None:
+    def _tell_ranks(self) -> None:
         """Let the other ranks know."""
         self.has_callback = False
         if self._comm.n_abandoned != self._n_abandoned:
@@ -334,7 +334,7 @@ class Round(RoundFlags):
         """
         for bucket in self.buckets:
             bucket.drop_gradients()
-        self._result = State.DROPPED
+        self._result = State.ABANDONED
         self._close()
 
     def _close(self) -> None:

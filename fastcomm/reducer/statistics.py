@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fastcomm.comm.collective import as_pairs
-from fastcomm.comm.objects import called_by
+from fastcomm.comm.objects import naming
 from fastcomm.comm.transport import Transport
 from fastcomm.reducer.bucket import Bucket
 from fastcomm.reducer.layout import laid_out_as, values_of
@@ -24,7 +24,7 @@ def norm(buckets: Sequence[Bucket], comm: Transport, call: str = "grad_norm()") 
     sharded = _in_shards(buckets)
     if sharded is not None:
         square_sum = _norm_of(sharded, comm.device).double() ** 2
-        with called_by(call):
+        with naming(call):
             comm.all_reduce(square_sum)
         return _as_gradients(square_sum.sqrt(), buckets)
     square_sums = [bucket.square_sum() for bucket in buckets]
@@ -55,7 +55,7 @@ def nonfinite_count(buckets: Sequence[Bucket], comm: Transport) -> Tensor:
     sharded = _in_shards(buckets)
     if sharded is not None:
         count = _count_nonfinite(sharded, comm.device)
-        with called_by("nonfinite_count()"):
+        with naming("nonfinite_count()"):
             comm.all_reduce(count)
         return count
     found = [bucket.n_nonfinite_now() for bucket in buckets]

@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import Parameter, UninitializedParameter
 
 from fastcomm.comm.collective import is_readable, is_wrapper, lacks_memory, without_memory
-from fastcomm.comm.objects import called_by, gather_unequal
+from fastcomm.comm.objects import gather_unequal, naming
 from fastcomm.comm.transport import Transport
 from fastcomm.errors import FastcommError, MismatchError
 from fastcomm.reducer.autograd import is_gradient_held
@@ -248,7 +248,7 @@ def described(named: NamedTensors) -> Described:
     return [(name, {"shape": tuple(t.shape), "dtype": str(t.dtype)}) for name, t in named]
 
 
-class Call(NamedTuple):
+class CollectiveCall(NamedTuple):
     """A call that every rank must make. makes: what differs if its options do. cannot: what a rank
     with a problem fails to do.
     """
@@ -258,17 +258,19 @@ class Call(NamedTuple):
     cannot: str
 
 
-ATTACH = Call("attach() or refresh()", "reducers", "cannot attach its model")
+ATTACH = CollectiveCall("attach() or refresh()", "reducers", "cannot attach its model")
 GROUPS = "parameter groups, which every rank must give in one order"
-REFRESH = Call("refresh()", GROUPS, "cannot refresh")
-CHECK_IN_SYNC = Call("check_in_sync()", "arguments of check_in_sync()", "cannot compare its model")
+REFRESH = CollectiveCall("refresh()", GROUPS, "cannot refresh")
+CHECK_IN_SYNC = CollectiveCall(
+    "check_in_sync()", "arguments of check_in_sync()", "cannot compare its model"
+)
 
 
 def compare(
     comm: Transport,
     problem: Exception | None,
     options: dict[str, Any],
-    call: Call,
+    call: CollectiveCall,
     model: Described | None = None,
 ) -> None:
     """Compares the options and models of all ranks. All ranks come to the same verdict, also if one
@@ -298,7 +300,7 @@ def compare(
 
 @contextlib.contextmanager
 def agreeing(
-    comm: Transport, call: Call, model: Described | None = None
+    comm: Transport, call: CollectiveCall, model: Described | None = None
 ) -> Iterator[dict[str, Any]]:
     """Yields a dict for what the ranks compare, and raises on every rank, as compare(), what one of
     them raises in the block. model: compared as the block leaves it.
@@ -365,13 +367,13 @@ def compare_named(comm: Transport, named: NamedTensors, call: str, **arguments: 
     """Raises MismatchError, on every rank, unless all have given the call these arguments, and have
     tensors of these names, shapes and dtypes.
     """
-    compare(comm, None, arguments, Call(call, "arguments", ""), described(named))
+    compare(comm, None, arguments, CollectiveCall(call, "arguments", ""), described(named))
 
 
 def copy_from(comm: Transport, src: int, named: NamedTensors, call: str) -> None:
     """Copies rank src's tensors to the others. Raises as compare_named(); then none has changed."""
     compare_named(comm, named, call, src=src)
-    with called_by(call):
+    with naming(call):
         broadcast(comm, [tensor for _, tensor in named], src)
 
 

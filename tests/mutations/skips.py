@@ -48,7 +48,7 @@ MUTATIONS = (
     Mutation(
         name="skips: a vote outlives its model",
         file=SKIPPING,
-        within="Skipping.dropped",
+        within="Skipping.forget",
         old="self.vote: str | None = None",
         new='self.vote: str | None = getattr(self, "vote", None)',
         tests=_test("test_all_ranks_may_vote_and_a_second_call_is_harmless"),

@@ -220,7 +220,7 @@ def test_an_interrupt_while_the_ranks_meet_after_an_exception_does_not_part_them
     model, _, _ = attached(comm, **buckets)
     expected = mean_gradients(model, comm.world_size, backward)
     if comm.rank == 1 and not _is_nccl(comm):
-        with interrupted("_abandon"), pytest.raises(RuntimeError, match="out of luck"):
+        with interrupted("_tell_ranks"), pytest.raises(RuntimeError, match="out of luck"):
             _fails(model, comm.rank)
         with pytest.raises(Interrupted):  # it could not be raised where it came
             backward(model, comm.rank)

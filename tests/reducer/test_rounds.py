@@ -64,7 +64,7 @@ def test_a_round_commits_and_settles(comm, launches):
     assert opened.state is State.COMMITTED and not opened.is_over
     opened.advance(is_end=True)
     assert opened.state is State.SETTLED and opened.is_over
-    opened.abort()
+    opened.abandon()
     assert opened.state is State.SETTLED and _has_the_mean(model, comm)
 
 
@@ -89,12 +89,12 @@ def test_a_round_that_one_rank_aborts_is_dropped_on_all(comm, launches):
     if comm.rank == 1:
         if launches:
             _launch_some(opened)
-        opened.abort()
+        opened.abandon()
     else:
         opened.count_all()
         with pytest.raises(AbandonedError, match="rank 1"):
             opened.advance(is_end=True)
-    assert opened.state is State.DROPPED and opened.is_over
+    assert opened.state is State.ABANDONED and opened.is_over
     assert all(parameter.grad is None for parameter in model.parameters())
     comm.barrier()  # as good as new
 
@@ -106,7 +106,7 @@ def test_a_round_in_which_the_ranks_differ_is_dropped_on_all(comm):
     opened.count_all()
     with pytest.raises(MismatchError, match="after 1 step"):
         opened.advance(is_end=True)
-    assert opened.state is State.DROPPED
+    assert opened.state is State.ABANDONED
     assert all(parameter.grad is None for parameter in model.parameters())
     comm.barrier()
 

@@ -165,7 +165,7 @@ class Elastic(RoundExtension):
         self._last_look = 0.0
 
     @property
-    def drops_step(self) -> bool:
+    def skips_step(self) -> bool:
         return self.survived is not None
 
     def features(self) -> Mapping[Feature, str]:
@@ -247,7 +247,7 @@ class Elastic(RoundExtension):
         if self.survived is not None:
             round.survive(self.survived)
 
-    def drops_round(self, round: Round) -> bool:
+    def skips_round(self, round: Round) -> bool:
         """Over NCCL, waits for the device: an optimizer's step could not be taken back, if a rank
         turns out to be lost.
         """
@@ -260,7 +260,7 @@ class Elastic(RoundExtension):
         return isinstance(error, _SURVIVED)
 
     def after_round(self, round: Round) -> None:
-        if round.state is State.DROPPED:
+        if round.state is State.ABANDONED:
             self._take_again()
             self.survived = self.survived or round.survived
 

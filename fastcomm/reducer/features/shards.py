@@ -18,7 +18,7 @@ from torch.nn import Parameter
 
 from fastcomm.comm.communicator import Work
 from fastcomm.comm.gradient_slot import GradientSlot
-from fastcomm.comm.objects import called_by
+from fastcomm.comm.objects import naming
 from fastcomm.comm.transport import Transport
 from fastcomm.errors import FastcommError
 from fastcomm.reducer.bucket import Bucket
@@ -258,7 +258,7 @@ class StepBarrier:
 
     def wait(self) -> None:
         """Returns when all ranks have called it. Raises as every collective."""
-        with called_by("ShardedOptimizer.step()"):
+        with naming("ShardedOptimizer.step()"):
             self._comm.all_gather_v(self._token, self._bounds).wait()
 
 

@@ -61,12 +61,12 @@ class Skipping(RoundExtension):
         self.n_skipped = 0
         self._n_blocks = 0  # of skip_on() around what runs now
         self._failed: Round | None = None  # its backward has ended with an exception in a block
-        self.dropped()
+        self.forget()
 
     def use(self, comm: Transport) -> None:
         self._comm = comm
 
-    def dropped(self) -> None:
+    def forget(self) -> None:
         """Forget the vote."""
         self.vote: str | None = None
         self._clear()
@@ -85,7 +85,7 @@ class Skipping(RoundExtension):
         return self.vote is not None
 
     @property
-    def drops_step(self) -> bool:
+    def skips_step(self) -> bool:
         return self.is_skipped or self.votes
 
     def refuse_vote(self) -> None:
@@ -143,7 +143,7 @@ class Skipping(RoundExtension):
             elif not statistics.screened(gradient).isfinite():
                 self._found |= _counted(name, gradient)
 
-    def drops_round(self, round: Round) -> bool:
+    def skips_round(self, round: Round) -> bool:
         """Whether reduced gradients are not finite. Collective where ranks have their shards."""
         if not self._options.skip_nonfinite or round.was_voted_down:
             return False
@@ -213,7 +213,7 @@ class Skipping(RoundExtension):
         except BaseException as error:
             self._n_blocks -= 1
             if not isinstance(error, exceptions) or isinstance(error, FastcommError):
-                self._abort_failed(error)
+                self._abandon_failed(error)
                 raise
             try:
                 skip_step()
@@ -225,12 +225,12 @@ class Skipping(RoundExtension):
                 synchronize()
         else:
             self._n_blocks -= 1
-            self._abort_failed(None)
+            self._abandon_failed(None)
 
-    def _abort_failed(self, error: BaseException | None) -> None:
+    def _abandon_failed(self, error: BaseException | None) -> None:
         """Abort a round whose backward has failed, unless an outer block decides."""
         if self._failed is not None and not self._n_blocks:
-            self._failed.abort(error)
+            self._failed.abandon(error)
 
 
 def _counted(name: str, gradient: Tensor) -> dict[str, int]:

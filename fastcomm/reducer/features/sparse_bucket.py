@@ -56,11 +56,11 @@ class Offer(NamedTuple):
         """The offer of these numbers. Raises ValueError if they are of none for gradients like
         these.
         """
-        middle = 7 + len(likes)
+        call, middle = Call.of(_HEAD.pack(*numbers[:7]), 1), 7 + len(likes)
         n_rows, is_present = list(numbers[7:middle]), list(numbers[middle:])
         if not all(0 <= some <= len(like) for some, like in zip(n_rows, likes, strict=True)):
             raise ValueError(f"{numbers} is no offer of gradients")
-        return Offer(Call.of(_HEAD.pack(*numbers[:7]), 1), n_rows, is_present)
+        return Offer(call, n_rows, is_present)
 
 
 class SparseBucket(Bucket):

@@ -137,9 +137,6 @@ class Weighting(RoundExtension):
     def after_round(self, round: Round) -> None:
         self.forget()
 
-    def dropped(self) -> None:
-        self.forget()
-
 
 def _refuse_earlier(buckets: Sequence[Bucket]) -> None:
     """Raises FastcommError where .grad holds what an earlier reduction has left."""

@@ -173,7 +173,7 @@ class WorkQueue(Watched):
         met = own if theirs is None else theirs.meeting
         error = None if met is None else met.error
         if error is None:
-            self.standing.tell()
+            self.standing.note_abandonment()
         if raised is not None:
             raise raised from error
         if error is not None:
@@ -277,8 +277,8 @@ class WorkQueue(Watched):
         theirs = self._unheard()
         if theirs is not None and error is theirs.error:
             self.standing.n_abandoned = theirs.number
-            self.standing.tell()
-        return self.standing.told(error, n_abandoned)
+            self.standing.note_abandonment()
+        return self.standing.to_raise(error, n_abandoned)
 
     def _unheard(self) -> PeerAbandonment | None:
         """The other ranks' abandonment that the caller does not know of yet, or None. What the

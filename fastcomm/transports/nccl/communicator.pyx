@@ -199,7 +199,7 @@ cdef class NcclCommunicator(Front, Transport):
         """What was launched so far is not abandoned with what comes."""
         cdef Link link = self.link
         self.begun_after = -1
-        link.standing.settle()
+        link.standing.forget_abandonment()
         link.n_settled = 0 if link.is_split_up else link.launches.number
 
     def check(self):

@@ -225,7 +225,7 @@ cdef class Link:
         """Ends the lanes on every rank; the ranks meet again at their next collective."""
         self.standing.n_abandoned += 1
         self._abandon()
-        self.standing.tell()
+        self.standing.note_abandonment()
 
     def _abandon(self):
         cdef uint64_t n_kept = 0
@@ -419,8 +419,8 @@ cdef class Link:
         """Returns the interruption, to be raised, and clears it: it is raised once."""
         interruption, self.interruption = self.interruption, None
         self.standing.n_abandoned += 1
-        self.standing.tell()
-        return self.standing.told(interruption)
+        self.standing.note_abandonment()
+        return self.standing.to_raise(interruption)
 
     cdef int check_open(self) except -1:
         """Raises the error that has ended the communicator."""
@@ -436,7 +436,7 @@ cdef class Link:
         if self.interruption is not None:
             raise self._take_interruption()
         if self.is_split_up or epoch != self.epoch:
-            raise self.standing.told(AbandonedError(
+            raise self.standing.to_raise(AbandonedError(
                 "this collective was abandoned with all that was under way"
             ))
         return 0

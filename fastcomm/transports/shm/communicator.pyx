@@ -106,11 +106,11 @@ cdef class ShmCommunicator(Front, Transport):
             self.broadcast(tensor, src)
 
     def begin_round(self, op, part, reducer):
-        self.ring.standing.settle()
+        self.ring.standing.forget_abandonment()
         return part
 
     def end_round(self):
-        self.ring.standing.settle()
+        self.ring.standing.forget_abandonment()
 
     def follow(self):
         return self.ring.follow()

@@ -401,7 +401,7 @@ cdef class Ring:
             return 0
         error, self.interruption = self.interruption, None
         self._realign()
-        copy = self._uncut(self.standing.told, error, -1)
+        copy = self._uncut(self.standing.to_raise, error, -1)
         self._raise_deferred(copy)
         raise copy
 
@@ -412,7 +412,7 @@ cdef class Ring:
         if self.deferred is not None:
             self._raise_deferred(work.error)
         if work.error is not None:
-            raise self.standing.told(work.error, work.n_abandoned)
+            raise self.standing.to_raise(work.error, work.n_abandoned)
         return 0
 
     cdef int _raise_deferred(self, cause) except -1:
@@ -449,7 +449,7 @@ cdef class Ring:
         finally:
             self.is_realigning = False
         try:
-            self.standing.tell()
+            self.standing.note_abandonment()
         except BaseException as raised:
             self._defer(raised)
 
