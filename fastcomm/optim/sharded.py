@@ -490,7 +490,7 @@ class _ShardedBy(RoundExtension):
             )
         for bucket in round.buckets:
             if bucket.shard is not None:
-                bucket.shard.begin_round()
+                bucket.shard.refuse_pending()
 
     def after_round(self, round: Round) -> None:
         """Lets the shards take the reduced gradients, or drop those they hold."""

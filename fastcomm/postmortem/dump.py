@@ -41,7 +41,7 @@ SETTLED_S = 60.0
 _CUT_SHORT = ("FastcommError", "NcclError", "PeerLostError", "TimeoutError")
 
 _done: list[None] = []  # an element for each call of _dump_failure that has ended
-_settled_until = 0.0  # by time.monotonic()
+_quiet_until = 0.0  # by time.monotonic()
 _folder: Path | None = None  # what FASTCOMM_DUMP named when watch() began
 _watcher = 0  # the process in which that was
 
@@ -61,13 +61,13 @@ def dump(folder: str | os.PathLike[str]) -> Path:
 
 def watch() -> None:
     """Called by init(): lets FASTCOMM_DUMP take effect, once in a process."""
-    global _folder, _watcher, _settled_until
+    global _folder, _watcher, _quiet_until
     named = os.environ.get(VARIABLE)
     if not named or _watcher == os.getpid():
         return
     folder = Path(named).absolute()  # the script may go elsewhere
     _watcher, _folder = os.getpid(), folder
-    _settled_until = 0.0  # not that of a parent
+    _quiet_until = 0.0  # not that of a parent
     _done[:] = [None] * n_failure_calls()
     call_on_failure(_dump_failure, living)
     is_main = threading.current_thread() is threading.main_thread()
@@ -84,8 +84,8 @@ def _look(folder: Path) -> None:
         if asked > before:
             _attempt(folder, "asked", living())
         before, failed = failed, _touched(folder / FAILED)
-        if failed > before and not _is_settled():
-            _settle()
+        if failed > before and not _is_quiet():
+            _be_quiet()
             _attempt(folder, "another rank's communicator has failed", living())
 
 
@@ -103,14 +103,14 @@ def ask(folder: Path, name: str = ASK) -> None:
     (folder / name).touch()
 
 
-def _is_settled() -> bool:
-    return time.monotonic() < _settled_until
+def _is_quiet() -> bool:
+    return time.monotonic() < _quiet_until
 
 
-def _settle() -> None:
+def _be_quiet() -> None:
     """What is dumped now tells most of a failure."""
-    global _settled_until
-    _settled_until = time.monotonic() + SETTLED_S
+    global _quiet_until
+    _quiet_until = time.monotonic() + SETTLED_S
 
 
 def _dump_failure(failure: FastcommError, recorders: list[FlightRecorder]) -> None:
@@ -118,9 +118,9 @@ def _dump_failure(failure: FastcommError, recorders: list[FlightRecorder]) -> No
     folder = _folder
     try:
         # FastcommError itself is what close() and abort() leave
-        is_wanted = type(failure) is not FastcommError and not _is_settled()
+        is_wanted = type(failure) is not FastcommError and not _is_quiet()
         if folder is not None and _watcher == os.getpid() and is_wanted:
-            _settle()
+            _be_quiet()
             if _attempt(folder, f"{type(failure).__name__}: {failure}", recorders) is not None:
                 ask(folder, FAILED)
                 if isinstance(failure, TimeoutError):  # else one is lost, and will not answer

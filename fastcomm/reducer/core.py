@@ -393,7 +393,7 @@ class Core(ReducerFlags):
 
     # -- one round ---------------------------------------------------------------------------------
 
-    def begin_round(self) -> None:
+    def begin_backward(self) -> None:
         """The first gradient of a backward is ready: ask autograd to call back at the end."""
         refuse_compiled_autograd()
         if self.comm.standing.newest:
@@ -478,7 +478,7 @@ class Core(ReducerFlags):
     def _go_on_with_outer(self) -> None:
         """The backward around the one that has ended gives gradients to the same round."""
         if self.round is None or not self.round.has_callback:
-            self.begin_round()
+            self.begin_backward()
 
     def synchronize(self, *, is_between_steps: bool = False) -> None:
         """End the open round: see Reducer.synchronize. is_between_steps: no other backward is under

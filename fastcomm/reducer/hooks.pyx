@@ -65,7 +65,7 @@ cdef class GradientHook:
     """The hook on the parameter of slot `i` of a bucket. Counts its gradient, and tells the round
     when the bucket is full.
 
-    reducer: has the methods begin_round and refuse_abandoned_backward; its rounds have
+    reducer: has the methods begin_backward and refuse_abandoned_backward; its rounds have
         advance.
     bucket: has the method refuse_second_gradient, called once it is launched.
     note_stream: called first, for transports with streams; or None.
@@ -93,7 +93,7 @@ cdef class GradientHook:
             self.reducer.n_unsynced += 1
             return
         if self.reducer.round is None or not self.reducer.round.has_callback:
-            _untraced(self.reducer.begin_round)
+            _untraced(self.reducer.begin_backward)
         if self.reducer.recorder is not None:
             self.reducer.recorder.note_ready(self.bucket.first + self.i)
         if self.bucket.ready[self.i]:

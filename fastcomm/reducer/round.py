@@ -45,8 +45,8 @@ class Round(RoundFlags):
 
     What one backward does, in order:
 
-    1. The first gradient that is ready opens a round (Core.begin_round): extensions tell what this
-       rank brings, and autograd is asked to call at the end of the backward.
+    1. The first gradient that is ready opens a round (Core.begin_backward): extensions tell what
+       this rank brings, and autograd is asked to call at the end of the backward.
     2. The hook on a parameter that fills a bucket calls advance(). It launches the full buckets in
        the order of the plan, so that all ranks launch the same ones in the same order.
     3. The end of the backward calls advance(is_end=True). It launches the buckets that are left.

@@ -67,11 +67,11 @@ struct stall {
 struct shm_comm {
     int rank, world_size;
     bool yield_early;
-    int n_timekeepers; /* how many ask for times */
-    uint32_t next;     /* number of the next collective to be posted; the first is 1 */
-    uint32_t head;     /* oldest that this rank has not finished; == next when there is none */
-    uint32_t settled;  /* all ranks are known to have finished up to here */
-    uint32_t chunk;    /* number of chunks in all finished staged collectives */
+    int n_timekeepers;   /* how many ask for times */
+    uint32_t next;       /* number of the next collective to be posted; the first is 1 */
+    uint32_t head;       /* oldest that this rank has not finished; == next when there is none */
+    uint32_t n_finished; /* all ranks are known to have finished up to here */
+    uint32_t chunk;      /* number of chunks in all finished staged collectives */
     struct stall stall;
     struct collective ring[SHM_RING];
     /* The ranks' announcements of a collective that failed, kept for the message: the peers reuse

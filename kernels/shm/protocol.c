@@ -116,14 +116,14 @@ static bool run_head(struct shm_comm *comm) {
 }
 
 /* Whether all ranks are done with `seq`: its slot, mailbox and tensors are free. */
-static bool is_settled(struct shm_comm *comm, uint32_t seq) {
-    if ((int32_t)(comm->settled - seq) >= 0) {
+static bool all_have_finished(struct shm_comm *comm, uint32_t seq) {
+    if ((int32_t)(comm->n_finished - seq) >= 0) {
         return true;
     }
     if (!shm_all_reached(comm, REDUCED, seq)) {
         return false;
     }
-    comm->settled = seq;
+    comm->n_finished = seq;
     return true;
 }
 
@@ -140,7 +140,7 @@ static bool is_complete(struct shm_comm *comm, uint32_t seq) {
         return false;
     }
     const struct collective *c = &comm->ring[seq % SHM_RING];
-    return c->status != SHM_OK || !is_awaited_by_all(c) || is_settled(comm, seq);
+    return c->status != SHM_OK || !is_awaited_by_all(c) || all_have_finished(comm, seq);
 }
 
 /* ---- peers that are gone ---- */
@@ -209,7 +209,7 @@ int shm_post(struct shm_comm *comm, const struct announcement *announcement, con
              void *output, const struct shm_piece *pieces, size_t n_pieces, const uint64_t *bounds,
              struct shm_counting counting, uint32_t *seq) {
     uint32_t number = comm->next;
-    if (!is_settled(comm, number - SHM_RING)) {
+    if (!all_have_finished(comm, number - SHM_RING)) {
         return SHM_AGAIN; /* not all ranks have read the slot */
     }
     struct collective *c = &comm->ring[number % SHM_RING];
@@ -304,7 +304,7 @@ int shm_wait(struct shm_comm *comm, uint32_t seq, uint64_t slice_ns) {
 }
 
 int shm_make_room(struct shm_comm *comm, uint64_t slice_ns) {
-    int status = wait_until(comm, is_settled, comm->next - SHM_RING, slice_ns);
+    int status = wait_until(comm, all_have_finished, comm->next - SHM_RING, slice_ns);
     return status == SHM_MISMATCH || status == SHM_ABANDONED
                ? SHM_OK
                : status; /* shm_wait for that collective reports it */

@@ -54,7 +54,7 @@ MUTATIONS = (
         file=LINK,
         within="Link._oldest_unfinished",
         old="self.launches.ask()",
-        new="self.launches.settle()",
+        new="self.launches.ask_driver()",
         tests=(A_PEER_DIES_BEHIND_A_FULL_QUEUE,),
     ),
     Mutation(

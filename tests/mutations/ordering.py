@@ -179,7 +179,7 @@ MUTATIONS = (
     Mutation(
         name="order: the watchdog lets go of tensors before their collective is over",
         file=LAUNCHES,
-        within="Launches.settle",
+        within="Launches.ask_driver",
         old="if answers[i].code != CUDA_ERROR_NOT_READY:",
         new=("in_flight.tensors = None\nif answers[i].code != CUDA_ERROR_NOT_READY:"),
         tests=(FOR_NOTHING,),

@@ -120,7 +120,7 @@ class BucketShard:
         spans = zip(cuts, cuts[1:], strict=False)
         return {rank: span for rank, span in enumerate(spans) if span[0] < span[1]}
 
-    def begin_round(self) -> None:
+    def refuse_pending(self) -> None:
         """Raises FastcommError where another round would overwrite gradients."""
         if self.is_pending:
             raise FastcommError(

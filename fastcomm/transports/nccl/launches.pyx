@@ -106,14 +106,14 @@ cdef class Launches:
         return None
 
     def ask(self):
-        """Settles what is over, on another thread. Returns after DRIVER_ANSWER_S at the
+        """Asks the driver on another thread what is over. Returns after DRIVER_ANSWER_S at the
         latest; when the driver does not answer, only that thread stays behind, and no other is
         begun.
         """
         if self.question is None or self.question.over.is_set():
             if not self._pending():
                 return
-            self.question = ThreadCall(self.cuda, self.settle)
+            self.question = ThreadCall(self.cuda, self.ask_driver)
             self.answer_by = Deadline(DRIVER_ANSWER_S)
             self.question.start()
         question = self.question
@@ -121,7 +121,7 @@ cdef class Launches:
             if question.error is not None:
                 raise question.error
 
-    def settle(self):
+    def ask_driver(self):
         """Asks the driver which launches are over. Raises FastcommError for a broken device."""
         cdef InFlight in_flight
         cdef uint64_t epoch = self.flight.epoch
