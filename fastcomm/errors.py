@@ -45,40 +45,6 @@ class PeerLostError(FastcommError):
         self.ranks = tuple(ranks)
 
 
-# What PeerLostError says of a rank that waits for no other any more.
-CLOSED = "closed its communicator (has its data ended earlier?)"
-DROPPED = (
-    "dropped its communicator without close() (has its script raised, or its data ended earlier? "
-    "see what it has printed)"
-)
-ABORTED = "aborted its communicator"
-# The same of one whose process has ended.
-ENDED = "ended without close() (has its data ended earlier? see what it has printed)"
-RAISED = "ended by an exception, which it has printed"
-KILLED = "died, by a signal or os._exit()"
-
-
-def has_aborted(rank: int) -> str:
-    """What a rank's own calls end with once it has aborted its communicator."""
-    return f"rank {rank} has aborted this communicator"
-
-
-def has_closed(rank: int) -> str:
-    """What a rank's own calls end with once it has closed its communicator."""
-    return (
-        f"rank {rank} has closed this communicator: make a new one, or detach() its reducers to "
-        "train on alone"
-    )
-
-
-def has_ended(rank: int) -> str:
-    """What a rank's own calls end with once its script has come to its end."""
-    return (
-        f"rank {rank} takes part in no collective any more, as its process comes to its end: call "
-        "it before that, or in a handler of atexit that is registered after fastcomm.init()"
-    )
-
-
 class TimeoutError(FastcommError, builtins.TimeoutError):
     """A rank did not arrive in time. Names the collective and the ranks that are missing, and says
     what those are doing and where their main threads stand.

@@ -54,7 +54,7 @@ class BucketWork(Work):
     def times(self) -> tuple[int, int, int] | None:
         """In ns of time.monotonic_ns(): when the gradients were gathered (on a device; else 0),
         when the reduction began, with all ranks there, and when this rank's part in it was through.
-        Known only of what was launched while Communicator.keep_times() was on; None also where the
+        Known only of what was launched while Transport.keep_times() was on; None also where the
         transport cannot tell, or not yet. Does not wait.
         """
         return None
@@ -105,8 +105,8 @@ class BoundBucket(abc.ABC):
         raise NotImplementedError
 
     def count_results(self, adds_squares: bool) -> bool:
-        """Counts while reducing, from the next launch on, where the transport can: for n_nonfinite
-        and, with adds_squares, for square_sum. Cannot be undone. Returns whether it can.
+        """Asks for n_nonfinite and, with adds_squares, for square_sum, which a transport may count
+        while reducing, from the next launch on. Cannot be undone. Returns whether it knows them.
         """
         del adds_squares
         return False

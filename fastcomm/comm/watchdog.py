@@ -1,8 +1,8 @@
-"""Watchdog: a thread that notices when collectives on a GPU will never end, says why, and ends
-them.
+"""Watchdog: a thread that notices when collectives over NCCL or Gloo will never end, says why, and
+ends them.
 
-NCCL waits for ever for a rank that died, closed its communicator, left a backward with an exception
-or calls something else. The host that launched the collective does not wait at all. So each rank's
+Both wait for ever for a rank that died, closed its communicator, left a backward with an exception
+or calls something else; what is launched on a GPU has no host waiting for it at all. So each rank's
 watchdog looks at what is unfinished, at its peers' processes, and at short notes that the ranks
 leave each other in the store they met at. It owns no communicator and knows nothing of CUDA.
 
@@ -29,12 +29,21 @@ from fastcomm.comm import messages
 from fastcomm.comm.deadline import Deadline, running_s
 from fastcomm.comm.times import ANSWER_S, COMPARE_S, LOOK_S, STALLED_S, TICK_S, VERDICT_S
 from fastcomm.comm.who import Process
-from fastcomm.comm.words import CALLED, MOST_ASKED, Called, mismatch, waited, waits
-from fastcomm.errors import (
+from fastcomm.comm.words import (
     ABORTED,
+    CALLED,
     CLOSED,
+    DIED,
+    DIED_MEETING,
     ENDED,
+    MOST_ASKED,
     RAISED,
+    Called,
+    mismatch,
+    waited,
+    waits,
+)
+from fastcomm.errors import (
     AbandonedError,
     FastcommError,
     InitError,
@@ -71,10 +80,10 @@ def leave_note(notes: Notes, key: str, value: str) -> str:
     return first
 
 
-def leave_abort(notes: Notes, rank: int) -> None:
-    """Notes that this rank has aborted the communicator."""
+def leave_abort(notes: Notes, process: Process) -> None:
+    """Notes that this rank, which is `process`, has aborted the communicator."""
     with contextlib.suppress(RuntimeError):  # the store is gone, so nobody is left to tell
-        error = PeerLostError(f"{Process(rank, os.getpid()).in_words()} {ABORTED}")
+        error = PeerLostError(f"{process.in_words()} {ABORTED}")
         leave_note(notes, "failure", failure_note(error))
 
 
@@ -327,8 +336,8 @@ class Watchdog:
     def _last_words_of(self, rank: int) -> str:
         """How its process has ended."""
         with contextlib.suppress(RuntimeError):
-            return self._notes.read(f"ended/{rank}") or "died"
-        return "died"
+            return self._notes.read(f"ended/{rank}") or DIED
+        return DIED
 
     def _publish(self, comm: Watched, unfinished: tuple[int, float, Called] | None) -> None:
         """Tells the others where this rank stands, once per position; when they have asked, also
@@ -464,8 +473,7 @@ def _open_lifeline(peer: Process) -> int:
     try:
         return os.pidfd_open(peer.pid)
     except ProcessLookupError as error:
-        message = f"{peer.in_words()} died while the ranks met"
-        raise PeerLostError(message, [peer.rank]) from error
+        raise PeerLostError(f"{peer.in_words()} {DIED_MEETING}", [peer.rank]) from error
 
 
 def _is_answer(position: Position | None) -> bool:

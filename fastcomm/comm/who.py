@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import itertools
+import os
+import socket
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
+
+from fastcomm.comm import messages
+
+PROCESS = messages.PID, str  # the form of a process, as others tell of it: pid and host
 
 
 class Process(NamedTuple):
@@ -19,9 +26,15 @@ class Process(NamedTuple):
         return f"rank {self.rank} (pid {self.pid}{f', {self.host}' if self.host else ''})"
 
 
-def processes_of(pids: Iterable[int]) -> tuple[Process, ...]:
-    """pids: by rank."""
-    return tuple(Process(rank, pid) for rank, pid in enumerate(pids))
+def own_process() -> tuple[int, str]:
+    """What a rank tells the others of its process: the pid and the host."""
+    return os.getpid(), socket.gethostname()
+
+
+def processes_of(pids: Iterable[int], hosts: Sequence[str] = ()) -> tuple[Process, ...]:
+    """pids, hosts: by rank. Messages name hosts where there are several."""
+    named = hosts if len(set(hosts)) > 1 else itertools.repeat("")
+    return tuple(map(Process, itertools.count(), pids, named))
 
 
 def in_words(processes: Iterable[Process]) -> str:

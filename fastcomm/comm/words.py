@@ -31,7 +31,7 @@ class Called(NamedTuple):
     """A collective that a rank calls, in words and as what these are about.
 
     words: without the steps of a bucket. label, step: of a bucket, see BoundBucket.launch; without
-    a label step is coalesced.sizes().
+    a label, step is of all_reduce_coalesced(): a checksum of the sizes, and how many there are.
     """
 
     kind: str
@@ -91,6 +91,46 @@ def waited(seconds: float) -> str:
 def waits(rank: int, number: int, what: object) -> str:
     """What a rank waits for. what: a collective."""
     return f"rank {rank} waits for collective number {number}, {what}"
+
+
+# ---- ranks that take part no more ----------------------------------------------------------------
+
+# What PeerLostError says of a rank that waits for no other any more, behind its process.
+CLOSED = "closed its communicator (has its data ended earlier?)"
+DROPPED = (
+    "dropped its communicator without close() (has its script raised, or its data ended earlier? "
+    "see what it has printed)"
+)
+ABORTED = "aborted its communicator"
+# The same of one whose process has ended.
+ENDED = "ended without close() (has its data ended earlier? see what it has printed)"
+RAISED = "ended by an exception, which it has printed"
+DIED = "died"
+KILLED = "died, by a signal or os._exit()"
+UNREACHABLE = "died or cannot be reached"
+DIED_MEETING = "died while the ranks met"
+GONE = "has ended"  # while the others meet
+
+
+def has_aborted(rank: int) -> str:
+    """What a rank's own calls end with once it has aborted its communicator."""
+    return f"rank {rank} has aborted this communicator"
+
+
+def has_closed(rank: int) -> str:
+    """What a rank's own calls end with once it has closed its communicator."""
+    return (
+        f"rank {rank} has closed this communicator: make a new one, or detach() its reducers to "
+        "train on alone"
+    )
+
+
+def has_ended(rank: int) -> str:
+    """What a rank's own calls end with once its script has come to its end."""
+    return (
+        f"rank {rank} takes part in no collective any more, as its process comes to its end: call "
+        "it before that, or in a handler of atexit that is registered after fastcomm.init()"
+    )
 
 
 # ---- ranks that call different collectives -------------------------------------------------------

@@ -33,6 +33,7 @@ from torch.distributed import (  # type: ignore[attr-defined]
 from fastcomm.comm import messages
 from fastcomm.comm.deadline import Deadline
 from fastcomm.comm.times import LONG_SLICE_S, SLICE_S
+from fastcomm.comm.who import PROCESS
 from fastcomm.comm.words import waited
 from fastcomm.errors import FastcommError, InitError, PeerLostError, TimeoutError
 from fastcomm.launching import launchers
@@ -43,7 +44,6 @@ _LONGEST_KNOCK_S = 10.0
 _TAKEN_IN = "taken in"
 _PROCESS = uuid.uuid4().hex  # with its pid it names a process: a forked child has another one
 _file_stores: dict[str, FileStore] = {}  # by path, those that are kept until the process ends
-PROCESS = messages.PID, str  # the form of a process: pid and host
 
 
 class Caller(NamedTuple):

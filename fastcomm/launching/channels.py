@@ -24,7 +24,8 @@ from fastcomm.comm.collective import check_root
 from fastcomm.comm.communicator import Work
 from fastcomm.comm.standing import Standing, again
 from fastcomm.comm.transport import Transport
-from fastcomm.errors import FastcommError, PeerLostError, has_aborted, has_closed, has_ended
+from fastcomm.comm.words import has_aborted, has_closed, has_ended
+from fastcomm.errors import FastcommError, PeerLostError
 from fastcomm.postmortem.flight_recorder import FlightRecorder
 from fastcomm.postmortem.script_end import start_thread, tell_at_end
 

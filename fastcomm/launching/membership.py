@@ -27,11 +27,11 @@ from fastcomm.comm import messages
 from fastcomm.comm.deadline import Deadline
 from fastcomm.comm.objects import gather_objects
 from fastcomm.comm.transport import Transport
-from fastcomm.comm.who import Process
+from fastcomm.comm.who import PROCESS, Process
+from fastcomm.comm.words import GONE
 from fastcomm.errors import FastcommError, PeerLostError, TimeoutError
 from fastcomm.launching.asking import Silence
 from fastcomm.launching.bootstrap import (
-    PROCESS,
     Caller,
     MeetingPoint,
     StoreBootstrap,
@@ -209,7 +209,7 @@ class Fixed:
         if self._channels is not None:
             self._channels.look()
         if peer.rank in self.neighbours and process_has_ended(peer.pid):
-            raise PeerLostError(f"{peer.in_words()} has ended", [peer.rank])
+            raise PeerLostError(f"{peer.in_words()} {GONE}", [peer.rank])
 
     def end_channels(self, aborts: bool) -> None:
         if self._channels is not None and os.getpid() == self._pid:  # a forked child's is another
@@ -529,4 +529,4 @@ def _look_for(members: Collection[Member]) -> None:
     """Raises PeerLostError if a process of this host has ended."""
     for rank, member in enumerate(members):
         if member.has_ended():
-            raise PeerLostError(f"{Process(rank, member.pid).in_words()} has ended", [rank])
+            raise PeerLostError(f"{Process(rank, member.pid).in_words()} {GONE}", [rank])

@@ -24,6 +24,7 @@ from torch.futures import Future
 from fastcomm.comm.deadline import Deadline
 from fastcomm.comm.times import LONG_SLICE_S
 from fastcomm.comm.who import Process, in_words
+from fastcomm.comm.words import DIED
 from fastcomm.errors import PeerLostError
 from fastcomm.launching.bootstrap import process_has_ended
 from fastcomm.torch_backend.work import BackendWork, Finished, Places, put_all, registered
@@ -97,7 +98,7 @@ class GlooEngine:
         lost = [one._replace(rank=self._members[one.rank]) for one in found]
         own = self._members[self._gloo.rank()]
         gloo_says = f": {error}" if error is not None else ""
-        message = f"{in_words(lost)} died; rank {own} waits in {name}, over Gloo{gloo_says}"
+        message = f"{in_words(lost)} {DIED}; rank {own} waits in {name}, over Gloo{gloo_says}"
         raise PeerLostError(message, [one.rank for one in lost]) from error
 
 

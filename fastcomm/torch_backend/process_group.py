@@ -29,6 +29,7 @@ from torch.distributed import PrefixStore, ReduceOp  # type: ignore[attr-defined
 from fastcomm.comm.autograd_stack import caller_is_called_by_autograd
 from fastcomm.comm.collective import CPU_DTYPES, REDUCTIONS, refuse_without_memory
 from fastcomm.comm.who import Process, in_words
+from fastcomm.comm.words import DIED
 from fastcomm.errors import InitError, PeerLostError
 from fastcomm.launching.asking import Asked
 from fastcomm.launching.bootstrap import (
@@ -241,7 +242,7 @@ class ProcessGroup(dist.ProcessGroup):
         here = ended(one for one in self._peers if one.rank in ranks)
         lost = sorted({*here, *(comm.processes[rank] for rank in ranks if rank in known)})
         if lost:
-            raise PeerLostError(f"{in_words(lost)} died", [one.rank for one in lost])
+            raise PeerLostError(f"{in_words(lost)} {DIED}", [one.rank for one in lost])
 
     def _set_sequence_number_for_group(self) -> None:
         """torch calls it for every group, and warns from 2.15 on of one that has it not."""

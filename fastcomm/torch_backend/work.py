@@ -26,6 +26,7 @@ from fastcomm.comm.autograd_stack import caller_is_called_by_autograd
 from fastcomm.comm.communicator import Work
 from fastcomm.comm.deadline import Deadline
 from fastcomm.comm.transport import Transport
+from fastcomm.comm.words import waited
 from fastcomm.errors import FastcommError, TimeoutError
 from fastcomm.postmortem.script_end import start_thread
 
@@ -202,7 +203,7 @@ class UnderWay(BackendWork):
             while not self.is_completed():
                 if deadline.is_over():
                     raise TimeoutError(
-                        f"rank {self._shared.comm.rank} waited {timeout.total_seconds():g} s for a "
+                        f"rank {self._shared.comm.rank} {waited(timeout.total_seconds())} for a "
                         "collective of the backend 'fastcomm', which goes on: wait again, or with "
                         "a longer timeout"
                     )

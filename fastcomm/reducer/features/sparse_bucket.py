@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
-import struct
+from array import array
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -32,7 +32,6 @@ from fastcomm.transports.cuda.driver import Producers
 
 _ALIGNMENT = 64  # bytes, of what each rank sends
 _INDEX_NBYTES = 8
-_HEAD = struct.Struct("=7q")  # a call, as numbers
 
 
 class Offer(NamedTuple):
@@ -49,15 +48,17 @@ class Offer(NamedTuple):
 
     def numbers(self) -> list[int]:
         """Returns the offer as it travels; of() is the way back."""
-        return [*_HEAD.unpack(self.call.packed()), *self.n_rows, *self.is_present]
+        return [*array("q", self.call.packed()), *self.n_rows, *self.is_present]
 
     @staticmethod
     def of(numbers: Sequence[int], likes: Sequence[Tensor]) -> Offer:
         """The offer of these numbers. Raises ValueError if they are of none for gradients like
         these.
         """
-        call, middle = Call.of(_HEAD.pack(*numbers[:7]), 1), 7 + len(likes)
-        n_rows, is_present = list(numbers[7:middle]), list(numbers[middle:])
+        middle = len(numbers) - len(likes)
+        begin = middle - len(likes)  # the call comes first
+        call = Call.of(array("q", numbers[:begin]).tobytes(), 1)
+        n_rows, is_present = list(numbers[begin:middle]), list(numbers[middle:])
         if not all(0 <= some <= len(like) for some, like in zip(n_rows, likes, strict=True)):
             raise ValueError(f"{numbers} is no offer of gradients")
         return Offer(call, n_rows, is_present)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import os
 from collections.abc import Sequence
 from datetime import timedelta
 from operator import attrgetter
@@ -19,7 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastcomm.comm import messages
 from fastcomm.comm.collective import (
     BLOCK_DTYPES,
     SENT_DTYPES,
@@ -28,7 +26,7 @@ from fastcomm.comm.collective import (
 )
 from fastcomm.comm.parts import Parts, equal_parts
 from fastcomm.comm.transport import Transport
-from fastcomm.comm.who import processes_of
+from fastcomm.comm.who import PROCESS, own_process, processes_of
 from fastcomm.control.announcement import Call
 from fastcomm.control.front import Front
 from fastcomm.transports.group.call import WITHOUT_DATA
@@ -68,7 +66,8 @@ class GroupCommunicator(Front, Transport):
         neighbours: Sequence[int],
         exchange: Exchange,
     ) -> None:
-        self.processes = processes_of(bootstrap.exchange(os.getpid(), messages.PID))
+        told = bootstrap.exchange(own_process(), PROCESS)
+        self.processes = processes_of(*zip(*told, strict=True))
         exchange.connect(bootstrap.store("gloo"), bootstrap.timeout, bootstrap.look)
         self._exchange = exchange
         self._queue = WorkQueue(

@@ -33,17 +33,25 @@ from fastcomm.comm.watchdog import (
     leave_note,
 )
 from fastcomm.comm.who import Process, in_words
-from fastcomm.comm.words import Called, abandonment, mismatch, own_abandonment, waited, waits
+from fastcomm.comm.words import (
+    CLOSED,
+    UNREACHABLE,
+    Called,
+    abandonment,
+    has_aborted,
+    has_closed,
+    has_ended,
+    mismatch,
+    own_abandonment,
+    waited,
+    waits,
+)
 from fastcomm.control.announcement import Verdict, conclude
 from fastcomm.errors import (
-    CLOSED,
     AbandonedError,
     FastcommError,
     PeerLostError,
     TimeoutError,
-    has_aborted,
-    has_closed,
-    has_ended,
 )
 from fastcomm.postmortem.flight_recorder import FlightRecorder
 from fastcomm.postmortem.script_end import start_thread, tell_at_end
@@ -198,7 +206,7 @@ class WorkQueue(Watched):
         if self.standing.is_forked():
             return
         if self.standing.failure is None:
-            leave_abort(self._notes, self.rank)
+            leave_abort(self._notes, self.processes[self.rank])
         self._end(FastcommError(has_aborted(self.rank)))
 
     def close(self) -> None:
@@ -520,7 +528,7 @@ class WorkQueue(Watched):
         if isinstance(trouble, FastcommError):
             return trouble
         what = "a connection between the ranks broke"
-        gone, how = silent, "died or cannot be reached"
+        gone, how = silent, UNREACHABLE
         if not silent:  # one may have closed before the others had read what it sent
             gone, how = self.watchdog.closed(self), CLOSED
         if gone:

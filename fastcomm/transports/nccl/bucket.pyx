@@ -91,7 +91,7 @@ cdef class NcclBucket(GatheringBucket):
     """A flat buffer, the slots of the gradients in it, and its wire. The host launches once per
     round.
 
-    bounds: see Communicator.bind_bucket. blocks: what reduces the wire, a float32 one, by bytes; or
+    bounds: see Transport.bind_bucket. blocks: what reduces the wire, a float32 one, by bytes; or
         None. Then there are no bounds.
     """
 
@@ -372,6 +372,7 @@ cdef class NcclBucket(GatheringBucket):
 
     def count_results(self, bint adds_squares):
         """Counts when somebody asks, or in the cast."""
+        return True
 
     def square_sum(self):
         """One pass over the flat buffer."""

@@ -15,7 +15,7 @@ import time
 
 from fastcomm.comm.deadline import Deadline
 from fastcomm.comm.times import SLICE_S
-from fastcomm.comm.words import Called, called
+from fastcomm.comm.words import Called, called, waited
 from fastcomm.errors import InitError, NcclError, TimeoutError
 
 cimport cython
@@ -96,7 +96,7 @@ cdef class Lane:
             look()
             if deadline.is_over():
                 raise InitError(
-                    f"waited {timeout_s:g} s for {what}: all ranks have met, but NCCL does not get "
+                    f"{waited(timeout_s)} for {what}: all ranks have met, but NCCL does not get "
                     "through between them. NCCL_DEBUG=INFO shows "
                     "what it tries; NCCL_SOCKET_IFNAME chooses the network interface"
                 )
@@ -120,7 +120,7 @@ cdef class Lane:
         self.is_given_up = True
         has_ended = Deadline(timeout_s).await_(self.begin_abort(memory, None).over.wait)
         raise call.error if in_time else TimeoutError(
-            f"waited {timeout_s:g} s for what was launched to end; "
+            f"{waited(timeout_s)} for what was launched to end; "
             + ("it was aborted" if has_ended else "NCCL does not abort it either: it is left "
                "behind")
         )

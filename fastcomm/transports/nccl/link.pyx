@@ -5,7 +5,6 @@ bucket.pyx do.
 """
 
 import contextlib
-import os
 import sys
 import threading
 import time
@@ -13,10 +12,9 @@ import weakref
 
 from fastcomm.comm import messages, words
 from fastcomm.comm.deadline import Deadline
-from fastcomm.comm.who import processes_of
-from fastcomm.errors import (
-    AbandonedError, FastcommError, has_aborted, has_closed, has_ended,
-)
+from fastcomm.comm.who import PROCESS, own_process, processes_of
+from fastcomm.comm.words import has_aborted, has_closed, has_ended
+from fastcomm.errors import AbandonedError, FastcommError
 from fastcomm.comm.standing import again
 from fastcomm.transports.nccl.lane import errors_of
 from fastcomm.transports.nccl.library import load, refuse_different_versions, unique_id
@@ -62,9 +60,11 @@ cdef class Link:
         self.ending, self.buckets, self.rejoining = threading.Lock(), weakref.WeakSet(), []
         self.cuda, self.lanes = Device(device), []
         self.flattener, self.graphs = Stream(self.cuda), CapturedGraphs(self.cuda)
-        facts = bootstrap.exchange([os.getpid(), *load()], (messages.PID, int, str))
-        refuse_different_versions([library for _, *library in facts])
-        self.processes = processes_of(pid for pid, *_ in facts)
+        facts = bootstrap.exchange([*own_process(), *load()], (*PROCESS, int, str))
+        refuse_different_versions([library for _, _, *library in facts])
+        self.processes = processes_of(
+            [pid for pid, *_ in facts], [host for _, host, *_ in facts]
+        )
         self.launches = Launches(
             self.cuda, self.lanes, FlightRecorder("nccl", rank, self.processes)
         )
@@ -216,7 +216,7 @@ cdef class Link:
 
     def abort(self):
         if not self.standing.is_forked() and self.standing.failure is None:
-            leave_abort(self.bootstrap, self.rank)
+            leave_abort(self.bootstrap, self.processes[self.rank])
             self.is_closed = True
             self._fail(FastcommError(has_aborted(self.rank)))
             self.watchdog.stop()

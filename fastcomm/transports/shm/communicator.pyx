@@ -12,7 +12,8 @@ import torch
 
 from fastcomm.comm.collective import WIRE_DTYPES, refuse_error_feedback
 from fastcomm.comm.transport import Transport
-from fastcomm.errors import InitError, has_aborted, has_closed
+from fastcomm.comm.words import has_aborted, has_closed
+from fastcomm.errors import InitError
 from fastcomm.transports.shm.bucket import ShmBucket
 from fastcomm.transports.shm.memory import keep_freed_memory
 from fastcomm.transports.shm.ring import MAX_RANKS

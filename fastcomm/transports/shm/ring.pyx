@@ -13,10 +13,10 @@ import torch
 from fastcomm.comm import collective, words
 from fastcomm.comm.collective import CPU_DTYPES
 from fastcomm.comm.deadline import running_s
-from fastcomm.errors import (
-    ABORTED, CLOSED, DROPPED, ENDED, KILLED, RAISED, AbandonedError, FastcommError,
-    PeerLostError, TimeoutError, has_aborted, has_ended,
+from fastcomm.comm.words import (
+    ABORTED, CLOSED, DROPPED, ENDED, KILLED, RAISED, has_aborted, has_ended,
 )
+from fastcomm.errors import AbandonedError, FastcommError, PeerLostError, TimeoutError
 from fastcomm.comm.communicator import Work
 from fastcomm.comm.standing import again
 from fastcomm.postmortem.script_end import tell_at_end
