@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 import torch
 
+from fastcomm.comm import words
 from fastcomm.comm.deadline import running_s
 from fastcomm.comm.standing import Standing, again
 from fastcomm.comm.times import EXPLAIN_S, INTERRUPTED_S, NAMED_S, SURE_S, TOLD_S, WAITED_S
@@ -33,26 +34,8 @@ from fastcomm.comm.watchdog import (
     leave_note,
 )
 from fastcomm.comm.who import Process, in_words
-from fastcomm.comm.words import (
-    CLOSED,
-    UNREACHABLE,
-    Called,
-    abandonment,
-    has_aborted,
-    has_closed,
-    has_ended,
-    mismatch,
-    own_abandonment,
-    waited,
-    waits,
-)
 from fastcomm.control.announcement import Verdict, conclude
-from fastcomm.errors import (
-    AbandonedError,
-    FastcommError,
-    PeerLostError,
-    TimeoutError,
-)
+from fastcomm.errors import AbandonedError, FastcommError, PeerLostError, TimeoutError
 from fastcomm.postmortem.flight_recorder import FlightRecorder
 from fastcomm.postmortem.script_end import start_thread, tell_at_end
 from fastcomm.postmortem.whereabouts import whereabouts
@@ -207,7 +190,7 @@ class WorkQueue(Watched):
             return
         if self.standing.failure is None:
             leave_abort(self._notes, self.processes[self.rank])
-        self._end(FastcommError(has_aborted(self.rank)))
+        self._end(FastcommError(words.has_aborted(self.rank)))
 
     def close(self) -> None:
         """Ends the communicator on this rank."""
@@ -216,7 +199,7 @@ class WorkQueue(Watched):
         if self.standing.failure is None:
             with contextlib.suppress(RuntimeError):
                 leave_closing(self._notes, self.rank, self.epoch, self._n_finished())
-        self._end(FastcommError(has_closed(self.rank)))
+        self._end(FastcommError(words.has_closed(self.rank)))
 
     def _n_finished(self) -> int:
         """The number of the newest collective all of whose data this rank has."""
@@ -228,7 +211,7 @@ class WorkQueue(Watched):
     def tell_of_end(self, has_raised: bool) -> None:
         if self.standing.refusal() is None:
             leave_last_words(self._notes, self.rank, has_raised)
-            self._end(FastcommError(has_ended(self.rank)))
+            self._end(FastcommError(words.has_ended(self.rank)))
 
     def _end(self, failure: FastcommError) -> None:
         self._fail(failure)
@@ -310,7 +293,7 @@ class WorkQueue(Watched):
         oldest = self._oldest_unfinished()
         if oldest is not None and oldest[1] > self._timeout_s + NAMED_S:
             number, _, what = oldest
-            message = f"{waited(self._timeout_s)}; {waits(self.rank, number, what)}"
+            message = f"{words.waited(self._timeout_s)}; {words.waits(self.rank, number, what)}"
             store = (
                 "the store the ranks met at does not answer either: can this host reach rank 0's?"
             )
@@ -392,7 +375,7 @@ class WorkQueue(Watched):
         if not verdict.is_agreed:
             self._exchange.drain(gathered)
             calls = {r: call.called() for r, call in enumerate(gathered.calls)}
-            self._conclude([work], mismatch(self.number, calls))
+            self._conclude([work], words.mismatch(self.number, calls))
             return
         began_ns = time.monotonic_ns()
         fused = behind[: gathered.n_fused]
@@ -461,7 +444,7 @@ class WorkQueue(Watched):
 
     def _resolve_before(self, own: GroupWork, works: list[GroupWork]) -> None:
         """Ends those of the works that were posted before this rank abandoned. Under the lock."""
-        self._resolve(works[: works.index(own)], AbandonedError(own_abandonment(self.rank)))
+        self._resolve(works[: works.index(own)], AbandonedError(words.own_abandonment(self.rank)))
 
     def _meet_anew(self, gathered: Announcement) -> None:
         """Some ranks have abandoned the round. Announces ABANDON, too, until all ranks do so under
@@ -476,7 +459,7 @@ class WorkQueue(Watched):
             if own is None:
                 calls = gathered.calls
                 abandoning = [rank for rank, call in enumerate(calls) if call == ABANDON]
-                error = AbandonedError(abandonment(abandoning))
+                error = AbandonedError(words.abandonment(abandoning))
                 self._peer_abandonment = PeerAbandonment(self._n_met, error, meeting)
                 self._resolve(list(self._works), error)
             else:
@@ -497,7 +480,7 @@ class WorkQueue(Watched):
 
     # -- what the watchdog sees; see fastcomm.comm.watchdog.Watched --------------------------------
 
-    def _oldest_unfinished(self) -> tuple[int, float, Called] | None:
+    def _oldest_unfinished(self) -> tuple[int, float, words.Called] | None:
         current = self._current
         if current is None:
             return None
@@ -528,9 +511,9 @@ class WorkQueue(Watched):
         if isinstance(trouble, FastcommError):
             return trouble
         what = "a connection between the ranks broke"
-        gone, how = silent, UNREACHABLE
+        gone, how = silent, words.UNREACHABLE
         if not silent:  # one may have closed before the others had read what it sent
-            gone, how = self.watchdog.closed(self), CLOSED
+            gone, how = self.watchdog.closed(self), words.CLOSED
         if gone:
             what = f"{in_words(self.processes[rank] for rank in gone)} {how}"
         return PeerLostError(
