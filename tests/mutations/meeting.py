@@ -39,7 +39,7 @@ MUTATIONS = (
         name="script end: a thread stays in Gloo",
         file="fastcomm/transports/group/work_queue.py",
         within="WorkQueue.tell_of_end",
-        old="self._end(FastcommError(has_ended(self.rank)))",
+        old="self._end(FastcommError(words.has_ended(self.rank)))",
         new="pass",
         tests=("tests/contract/test_script_end.py",),
     ),
