@@ -28,8 +28,9 @@ def main() -> int:
     with harness.started(__file__, options.ranks) as ranks:
         seconds, kept_mb, summary = ranks.call("tune")[0]
     print(f"{CASES[options.model].description}, {options.ranks} ranks")
+    print("      MB   step (ms)")
     for cap_mb, step_s in sorted(seconds):
-        print(f"{cap_mb:6g} MB {1e3 * step_s:12.1f} ms a step")
+        print(f"{cap_mb:8g}{1e3 * step_s:12.1f}")
     why = "" if seconds else ", as other sizes give the same buckets"
     print(f"bucket_cap_mb={kept_mb:g}{why}\n\n{summary}")
     return 0

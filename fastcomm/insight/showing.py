@@ -30,6 +30,7 @@ _LANE = 0.8  # its height; lanes are 1 apart
 def _needed(call: str, module: str) -> Any:
     package = module.partition(".")[0]
     try:
+        importlib.import_module(package)
         return importlib.import_module(module)
     except ImportError as error:
         raise ImportError(

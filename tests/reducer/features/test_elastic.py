@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_map_only
 import fastcomm
 from fastcomm import FastcommError, PeerLostError
 from fastcomm.reducer import plan
+from fastcomm.reducer.core import Core
 from fastcomm.reducer.features import elastic
 from fastcomm.reducer.round import Round
 from tests.support.bodies import Place, communicator, leave, note, noted, wait_for_note
@@ -240,13 +241,14 @@ def _lose_one_while_planning(place: Place, where: str) -> Any:
     training = Training(place, communicator(place))
     plan.Planner._seen_order = lambda *_: tuple(range(4))  # other buckets are
     if place.rank == 1:
-        setattr(plan, where, lambda *_: leave(place, training.reducer.comm, "exits at once"))
+        owner = Core if where == "remake_buckets" else plan
+        setattr(owner, where, lambda *_: leave(place, training.reducer.comm, "exits at once"))
     for step in training.loop():
         training.make(step)
     return training.end()
 
 
-@pytest.mark.parametrize("where", ["gather_objects", "_remake_buckets"])
+@pytest.mark.parametrize("where", ["gather_objects", "remake_buckets"])
 def test_a_rank_may_be_lost_while_buckets_are_planned_again(where):
     ends = values_of(_run("group", 3, _lose_one_while_planning, where), 1)
     sizes = ends[0][0]
