@@ -441,7 +441,7 @@ static void wrap_around(struct rank *me) {
     struct shm_comm *comm = me->comm;
     struct control *control = control_of(comm, me->rank);
     comm->next = comm->head = next;
-    comm->settled = next - 1;
+    comm->n_finished = next - 1;
     comm->chunk = chunk;
     for (uint32_t seq = next - SHM_RING; seq != next; seq++) {
         atomic_store(&control->slots[seq % SHM_RING].arrived.value, seq);
