@@ -123,8 +123,9 @@ class Timeline(ProcessBound):
         """
         call = "Timeline.save_trace()"
         joined = self._join(call)
-        write = Path(path).write_text
-        self._on_rank_0(lambda: write(json.dumps(showing.trace(joined))), path, call)
+        self._on_rank_0(
+            lambda: Path(path).write_text(json.dumps(showing.trace(joined))), path, call
+        )
 
     def plot(self, path: str | os.PathLike[str]) -> None:
         """Draws the newest round that all ranks have recorded; path: .png, .svg or another format

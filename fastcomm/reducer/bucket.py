@@ -184,14 +184,19 @@ class Bucket(Counter):
         self._bound.launch(op, missing, step, part)
 
     def _leave_out(self, keeps_graph: bool) -> list[Parameter | None]:
-        """Drops the gradients that this rank has made without data."""
-        for name, parameter in self.named_parameters():
-            if keeps_graph and parameter.grad is not None:
+        """Drops the gradients that this rank has made without data. Zeros that an earlier round has
+        left stay, since other ranks have them, too.
+        """
+        for i, parameter in enumerate(self.parameters):
+            if parameter is None or parameter.grad is None:
+                continue
+            if keeps_graph:
                 raise FastcommError(
-                    f"the gradient of parameter {name} is to be differentiated "
+                    f"the gradient of parameter {self.names[i]} is to be differentiated "
                     "(create_graph=True), and this rank has weight 0: use a weight above 0"
                 )
-            parameter.grad = None
+            if not self.gradients.is_earlier(i):
+                parameter.grad = None
         return [None] * len(self.views)
 
     def _set_graphs_aside(self, parameters: list[Parameter | None]) -> None:

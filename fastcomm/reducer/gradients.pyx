@@ -36,6 +36,7 @@ cdef enum State:
 
 cdef Py_ssize_t MOST_COMPARED = 8  # parameters of a bucket in one checksum
 cdef Py_ssize_t N_SAMPLED = 16  # elements of each gradient
+cdef object NAN = float("nan")
 # By parameter: state, gradient and version, from buckets that have gone. The next one that takes
 # the parameter removes it.
 cdef object left_behind = WeakIdKeyDictionary()
@@ -150,10 +151,10 @@ cdef class Gradients:
         return self._is_at_home(i, gradient) if other is None else other() is gradient
 
     cdef object _version(self, Py_ssize_t i, gradient):
-        """That of the noted tensor; -1 if it is a view that lies elsewhere."""
+        """That of the noted tensor; NaN, which equals no other, of a view that lies elsewhere."""
         if self.others[i] is not None:
             return version_of(gradient)
-        return self.views[i]._version if self._is_in_place(i) else -1
+        return self.views[i]._version if self._is_in_place(i) else NAN
 
     cdef int _note(self, Py_ssize_t i, State state, gradient) except -1:
         """The gradient, as it is now, is of this state."""
@@ -243,10 +244,13 @@ cdef class Gradients:
         """
         cdef Py_ssize_t i
         for i in range(len(self.views)):
-            if self._is(i, REDUCED) or self._is(i, SPENT):
-                if not is_zero(self._gradient(i)):
-                    return i
+            if self.is_earlier(i) and not is_zero(self._gradient(i)):
+                return i
         return -1
+
+    def is_earlier(self, Py_ssize_t i):
+        """Whether an earlier round has reduced the gradient, or left it."""
+        return self._is(i, REDUCED) or self._is(i, SPENT)
 
     def has_unstepped(self, bint counts_unclaimed):
         """Whether a gradient is here that a round has reduced and no optimizer has stepped.

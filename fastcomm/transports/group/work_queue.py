@@ -263,7 +263,7 @@ class WorkQueue(Watched):
 
     def heard(self, error: FastcommError, n_abandoned: int) -> FastcommError:
         """Notes that the caller learns of `error`, which may be another rank's abandonment. Takes
-        and returns what Standing.told() does.
+        and returns what Standing.to_raise() does.
         """
         theirs = self._unheard()
         if theirs is not None and error is theirs.error:

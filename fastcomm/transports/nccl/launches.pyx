@@ -113,9 +113,10 @@ cdef class Launches:
         if self.question is None or self.question.over.is_set():
             if not self._pending():
                 return
-            self.question = ThreadCall(self.cuda, self.ask_driver)
+            question = ThreadCall(self.cuda, self.ask_driver)
             self.answer_by = Deadline(DRIVER_ANSWER_S)
-            self.question.start()
+            self.question = question  # last: another thread may ask, too
+            question.start()
         question = self.question
         if self.answer_by.await_(question.over.wait):
             if question.error is not None:

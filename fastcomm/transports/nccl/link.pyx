@@ -365,7 +365,8 @@ cdef class Link:
             self._give_up_graphs(str(error))
             return
         n_kept = self._kept_of(n_kept)
-        if self.is_split_up or epoch != self.epoch:  # meanwhile this rank has abandoned it, too
+        # meanwhile this rank has abandoned it, too, or has closed, which waits for what is kept
+        if self.is_split_up or epoch != self.epoch or self.standing.failure is not None:
             return
         self.n_kept = n_kept
         self.is_split_up, self.interruption = True, error
