@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 CODE = (".py", ".pyx", ".pxd", ".pyi", ".c", ".h", ".cpp", ".cu", ".cuh", ".sh", ".md")
 BUDGETS = {
-    "fastcomm": 27360,
+    "fastcomm": 27375,
     "kernels": 3481,
     "tests": 49740,
     "bench": 7000,
