@@ -101,7 +101,11 @@ class StoreBootstrap:
         self.timeout = timeout
         self._n_exchanges = 0
         self._exchange = ""  # the name of the newest
-        self._enter()
+        try:
+            self._enter()
+        except BaseException as error:
+            self.fail_by(error)
+            raise
 
     def _enter(self) -> None:
         if not self._claim_rank():
@@ -227,6 +231,12 @@ class StoreBootstrap:
         """Ends the exchange on the other ranks, too. They raise the first failure reported."""
         # the store itself may be what failed
         answer_of(partial(self._store.compare_set, "failed", "", message), ANSWER_S)
+
+    def fail_by(self, error: BaseException) -> None:
+        """As fail(), for what was raised here: the other ranks are to stop waiting."""
+        why = str(error) or type(error).__name__
+        with contextlib.suppress(RuntimeError):  # the meeting point may be what failed
+            self.fail(f"{self.name} failed in {self.caller}: {why}")
 
     def finish(self) -> None:
         """All ranks have met."""

@@ -6,7 +6,6 @@ How ranks meet is in bootstrap.py.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
 import warnings
@@ -110,10 +109,8 @@ def connect(
         return comm, neighbours.ranks
     except TakenIn:  # no failure
         raise
-    except BaseException as error:  # the other ranks are to stop waiting
-        why = str(error) or type(error).__name__
-        with contextlib.suppress(RuntimeError):  # the meeting point may be what failed
-            bootstrap.fail(f"{bootstrap.name} failed in {bootstrap.caller}: {why}")
+    except BaseException as error:
+        bootstrap.fail_by(error)
         raise
 
 

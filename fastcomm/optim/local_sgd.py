@@ -103,7 +103,7 @@ class LocalSGD(ProcessBound):
         self._every = every
         self._synced_at = 0  # after how many steps all ranks had equal parameters
         self._stepped: set[str] = set()  # parameters, since the last step was counted
-        self._core.local_steps = self._core.install(_LocalSteps(self))
+        self._core.install(_LocalSteps(self))
         self._core.steps_alone = True
 
     def _refuse_rounding(self) -> dict[str, Any]:
@@ -560,6 +560,8 @@ def _gradients_aside(buckets: Sequence[Bucket]) -> Iterator[None]:
 
 class _LocalSteps(RoundExtension):
     """Installed while each rank steps by itself. syncs: a LocalSGD or DiLoCo."""
+
+    steps_alone = True
 
     def __init__(self, syncs: LocalSGD) -> None:
         self.syncs, self.name = syncs, type(syncs).__name__

@@ -109,9 +109,8 @@ class ShardedOptimizer(Optimizer):
         self._buckets: Sequence[Bucket] = []
         torch_helpers.refuse_clipping(_is_held)
         core = self._core
-        if core.sharded_by is not None:  # of an optimizer that is gone
-            core.remove(core.sharded_by)
-        core.sharded_by = core.install(_ShardedBy(self))
+        core.remove(core.sharded_by)  # of an optimizer that is gone
+        core.install(_ShardedBy(self))
         try:
             core.refresh()
         except BaseException:
@@ -457,6 +456,8 @@ class ShardedOptimizer(Optimizer):
 
 class _ShardedBy(RoundExtension):
     """The optimizer, to its reducer. The optimizer holds the reducer, and so is not held here."""
+
+    shards = True
 
     def __init__(self, optimizer: ShardedOptimizer) -> None:
         self._reference = weakref.ref(optimizer)

@@ -379,9 +379,7 @@ class Bucket(Counter):
         return left
 
     def refuse_unreduced(self, slots: list[int] | None) -> None:
-        """Raises FastcommError naming a parameter in these slots (None: in all) whose gradient is
-        neither reduced nor accumulated under no_sync().
-        """
+        """Raises FastcommError naming the parameter of a local gradient in slots (None: all)."""
         i = self.gradients.find_unreduced(slots)
         if i >= 0:
             raise FastcommError(
@@ -508,11 +506,11 @@ class Bucket(Counter):
 
     def release(self) -> None:
         """Gives the parameters gradients of their own, so that the flat buffer can go."""
-        for i, gradient in _gradients_of(self.parameters):
-            own = gradient if gradient.requires_grad else gradient.clone()
-            self.gradients.hand_over(i, own)
-            parameter = self._references[i]()
-            if parameter is not None:
+        for i, parameter in enumerate(self.parameters):
+            if parameter is not None and parameter.grad is not None:
+                is_graph = parameter.grad.requires_grad
+                own = parameter.grad if is_graph else parameter.grad.clone()
+                self.gradients.hand_over(i, own)
                 parameter.grad = own
         if self.shard is not None:
             self.shard.release(self.parameters)

@@ -31,7 +31,11 @@ from fastcomm.errors import FastcommError
 from fastcomm.insight.recorder import BACKWARD, OPTIMIZER, OTHER, WAITING, Phases
 from fastcomm.insight.stragglers import Stragglers
 from fastcomm.reducer import validation
-from fastcomm.reducer.autograd import call_when_outer_goes_on, refuse_compiled_autograd
+from fastcomm.reducer.autograd import (
+    call_when_outer_goes_on,
+    free_failed_backwards,
+    refuse_compiled_autograd,
+)
 from fastcomm.reducer.bucket import Bucket
 from fastcomm.reducer.defer_signals import all_or_none
 from fastcomm.reducer.extension import RoundExtension
@@ -73,8 +77,6 @@ class Core(ReducerFlags):
     n_rounds: how many reductions have ended as they should; equal on all ranks.
     number: among the reducers of the communicator.
     extensions: of the features that are used, in the order in which they came.
-    sharded_by, local_steps: those of a ShardedOptimizer (optim/sharded.py), and of LocalSGD or
-        DiLoCo (optim/local_sgd.py); or None.
     deferred: what was raised where nobody could catch it. The next call raises it.
     """
 
@@ -83,8 +85,6 @@ class Core(ReducerFlags):
         self.stragglers = Stragglers()
         self.phases: Phases = self.stragglers.phases
         self.extensions: list[RoundExtension] = []
-        self.sharded_by: Any = None
-        self.local_steps: Any = None
         self.round: Round | None = None
         self.use(comm)
         self.n_rounds = 0
@@ -137,6 +137,7 @@ class Core(ReducerFlags):
 
     def attach(self, source: Model) -> None:
         """See Reducer.attach."""
+        free_failed_backwards()  # of a model, or of buckets, that this one replaces
         with torch.inference_mode(False):  # in which buckets could not be made for training
             named = named_parameters(source)
             model: validation.Described = []
@@ -157,19 +158,13 @@ class Core(ReducerFlags):
             self.hook_up(source)
 
     def _meet_again(self) -> int:
-        """Where ranks have met again, finds out how far each has come. Returns the rank from which
-        all copy the model.
-        """
+        """Returns the rank from which all copy the model: one that has come furthest."""
         membership = self.comm.membership
         if membership is None or not membership.is_rebuilt:  # None: in the backend of torch
             return 0
         from fastcomm.reducer.features.elastic import compare_ranks
 
-        behind = compare_ranks(self)
-        if behind is None:
-            return 0
-        self.n_rounds = behind.n_rounds
-        return behind.src
+        return compare_ranks(self)
 
     def _refuse(self, source: Model, named: NamedParameters) -> None:
         """Raises ValueError for what this rank alone can find wrong with attaching the model."""
@@ -320,11 +315,9 @@ class Core(ReducerFlags):
             self.round.extensions.append(extension)
         return extension
 
-    def remove(self, extension: RoundExtension) -> None:
-        """Let the extension take no part in the rounds to come."""
+    def remove(self, extension: RoundExtension | None) -> None:
+        """Let the extension, if there is one, take no part in the rounds to come."""
         self.extensions = [one for one in self.extensions if one is not extension]
-        if extension is self.sharded_by:
-            self.sharded_by = None
 
     def find(self, kind: type[E]) -> E | None:
         """The extension of this kind that is installed; or None."""
@@ -339,18 +332,24 @@ class Core(ReducerFlags):
 
         return self.find(Skipping) or self.install(Skipping(self.comm, self.options))
 
+    @property
+    def sharded_by(self) -> Any:
+        """The extension of a ShardedOptimizer; or None."""
+        return next((one for one in self.extensions if one.shards), None)
+
+    @property
+    def local_steps(self) -> Any:
+        """The extension of LocalSGD or DiLoCo; or None."""
+        return next((one for one in self.extensions if one.steps_alone), None)
+
     def sharding(self) -> Sharding | None:
-        """How the model's buckets are shared out; None: not at all. Raises FastcommError if the
-        ShardedOptimizer is gone.
-        """
-        sharding: Sharding | None = self.sharded_by and self.sharded_by.sharding
-        return sharding
+        """How the buckets are shared out; or None. Raises if the ShardedOptimizer is gone."""
+        return None if self.sharded_by is None else self.sharded_by.sharding
 
     def end_local_steps(self) -> None:
         """Let the ranks step together again, without a sync."""
-        if self.local_steps is not None:
-            self.remove(self.local_steps)
-            self.local_steps, self.steps_alone = None, False
+        self.remove(self.local_steps)
+        self.steps_alone = False
 
     def refuse_local_steps(self, what: str) -> None:
         """Raise FastcommError while each rank steps by itself. what: the call."""
@@ -546,9 +545,7 @@ class Core(ReducerFlags):
             audit.raise_trouble()
 
     def _survives(self, error: FastcommError) -> bool:
-        """Whether the training goes on though the communicator has failed after a round: who has
-        its gradients steps with them.
-        """
+        """Whether the training goes on though the communicator has failed after a round."""
         has_failed = self.comm.failure is not None
         return has_failed and any(extension.survives(error) for extension in self.extensions)
 

@@ -25,6 +25,8 @@ class RoundExtension(ProcessBound):
     """Base class of features. What a method raises drops the round on all ranks, if one is open."""
 
     n_skipped = 0  # steps that all ranks have dropped
+    shards = False  # it is that of a ShardedOptimizer (optim/sharded.py)
+    steps_alone = False  # it is that of LocalSGD or DiLoCo (optim/local_sgd.py)
 
     @property
     def votes(self) -> bool:

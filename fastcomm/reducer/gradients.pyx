@@ -124,8 +124,7 @@ cdef class Gradients:
         self.slots[i] = GradientSlot(view) if is_dense(view) else None
 
     def elsewhere(self):
-        """The slots whose gradient is another tensor than the view, or missing, and the gradient.
-        """
+        """The slots whose gradient is missing, or is not the view, and the gradient."""
         return [
             (i, parameter.grad)
             for i, parameter in enumerate(self.parameters())

@@ -26,7 +26,6 @@ from fastcomm.insight.stragglers import Straggler
 from fastcomm.insight.timeline import Timeline
 from fastcomm.launching.rendezvous import init
 from fastcomm.reducer import statistics, validation
-from fastcomm.reducer.autograd import free_failed_backwards
 from fastcomm.reducer.core import Core
 from fastcomm.reducer.features.compatibility import Feature, check
 from fastcomm.reducer.optimizer_hooks import expect_attach, unreduced
@@ -134,9 +133,7 @@ class Reducer(ProcessBound):
         nothing to train, when the model is on another device than the communicator, or attached
         already, and when you hold a gradient, too, which the reducer would replace.
         """
-        source = model_of(model)
-        free_failed_backwards()  # of a model that this one may replace
-        self.core.attach(source)
+        self.core.attach(model_of(model))
         return self
 
     def detach(self) -> None:
@@ -149,8 +146,7 @@ class Reducer(ProcessBound):
         for bucket in core.buckets:
             bucket.gradients.forget()  # they are the user's
         core.release()
-        if core.sharded_by is not None:
-            core.remove(core.sharded_by)
+        core.remove(core.sharded_by)
 
     def refresh(self) -> None:
         """Call it, on every rank, after parameters were unfrozen, added or removed. Plans other

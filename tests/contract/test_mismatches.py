@@ -99,6 +99,12 @@ MISMATCHES = {
         r"5 float32 elements, op sum in 2 tensors \(sizes",
         r"5 float32 elements, op sum in 2 tensors \(sizes.*checksum of \[t\.numel\(\)",
     ),
+    "sizes of many that are told apart by few bits": (
+        lambda comm: _coalesced(comm, 2, 110, 145),
+        lambda comm: _coalesced(comm, 46, 142, 69),
+        "257 float32 elements, op sum in 3 tensors",
+        "257 float32 elements, op sum in 3 tensors",
+    ),
     "number of many": (
         lambda comm: _coalesced(comm, 30_000, 40_000),
         lambda comm: _coalesced(comm, 30_000, 40_000, 0),

@@ -64,10 +64,14 @@ class HeadsWithScale(Heads):
 # Written in place
 
 
+@pytest.mark.parametrize("is_moved", [False, True])
 @on_ranks(2)
-def test_gradients_replaced_behind_data_are_refused_once_they_were_stepped(comm):
+def test_gradients_replaced_behind_data_are_refused_once_they_were_stepped(comm, is_moved):
+    """Also of a view that was moved out of its bucket before the step."""
     model, _, optimizer = attached(comm)
     backward(model, comm.rank)
+    if is_moved:
+        model[2].bias.grad.data = torch.ones(16)
     optimizer.step()
     model[2].bias.grad.data = torch.full((16,), comm.rank + 1.0)
     assert_refused(model, optimizer, r"2\.bias")

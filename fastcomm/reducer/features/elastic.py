@@ -60,13 +60,7 @@ class Behind(RoundExtension):
 
     def __init__(self, ranks: list[Reached], rank: int) -> None:
         """ranks: how far each has come. rank: this one."""
-        self.ranks = ranks
-        self.src = ranks.index(max(ranks))
-        self.is_behind = ranks[rank] != ranks[self.src]
-
-    @property
-    def n_rounds(self) -> int:
-        return self.ranks[self.src][1]
+        self.ranks, self.is_behind = ranks, ranks[rank] != max(ranks)
 
     def features(self) -> Mapping[Feature, str]:
         return {Feature.REBUILD: "elastic()"}
@@ -75,10 +69,10 @@ class Behind(RoundExtension):
         raise FastcommError(NOT_CAUGHT_UP)
 
 
-def compare_ranks(reducer: Core) -> Behind | None:
+def compare_ranks(reducer: Core) -> int:
     """Finds out how far the ranks have come that have met again, and installs Behind where they are
-    not equally far. Collective. Raises FastcommError, on every rank, where none has all that the
-    lost ones had.
+    not equally far. Returns one that has come furthest. Collective. Raises FastcommError, on every
+    rank, where none has all that the lost ones had.
     """
     membership, before = reducer.comm.membership, reducer.find(Behind)
     has_all = not membership.is_new and (before is None or not before.is_behind)
@@ -89,11 +83,12 @@ def compare_ranks(reducer: Core) -> Behind | None:
             "the ranks that had made most steps were lost before the others had the optimizer's "
             "state: load a checkpoint on every rank"
         )
-    if before is not None:
-        reducer.remove(before)
-    if all(one == ranks[0] for one in ranks):
-        return None
-    return reducer.install(Behind(ranks, reducer.comm.rank))
+    reducer.remove(before)
+    furthest = max(ranks)
+    if min(ranks) != furthest:
+        reducer.install(Behind(ranks, reducer.comm.rank))
+    reducer.n_rounds = furthest[1]
+    return ranks.index(furthest)
 
 
 def catch_up(reducer: Reducer, *state: Stateful) -> None:

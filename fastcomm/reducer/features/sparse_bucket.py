@@ -343,7 +343,6 @@ class _SparseWork(BucketWork):
         return self.sending is None or self.sending.is_completed()
 
     def present(self) -> list[bool]:
-        """By slot, whether a gradient comes out."""
         return self._present
 
 

@@ -70,9 +70,7 @@ class Weighting(RoundExtension):
             self._hooks.pop()[1].remove()
 
     def set(self, weight: Any, of: str, buckets: Sequence[Bucket], n_unsynced: int) -> None:
-        """Sets what gradients count from now on. Raises as Reducer.set_weight. n_unsynced: of the
-        reducer.
-        """
+        """Sets what gradients count. Raises as Reducer.set_weight. n_unsynced: of the reducer."""
         value = _number(weight)
         if of not in WEIGHTED_OPS:
             raise ValueError(f'of must be "mean" or "sum", as the losses are; got {of!r}')

@@ -131,11 +131,13 @@ cdef class Lane:
         if self.is_given_up:
             return
         self.n_inside += 1
+        memory.begin_ending()  # nobody frees the memory of a window that is still registered
         try:
             memory.forget(<size_t>self.comm, True)
             with nogil:
                 check(nccl.finalize(self.comm), b"ncclCommFinalize")
         finally:
+            memory.end_ending()
             self.n_inside -= 1
 
     def begin_abort(self, memory, all_begun):

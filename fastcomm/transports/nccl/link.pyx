@@ -258,10 +258,10 @@ cdef class Link:
         some rank may step with them, but they end with NCCL's communicators. Returns n, or 0 where
         they were cut off: no rank can tell how much of them came.
         """
-        deadline = Deadline(KEEP_S)
-        while (oldest := self._oldest_unfinished()) is not None and oldest[0] <= n:
+        deadline, epoch = Deadline(KEEP_S), self.epoch
+        while n and (oldest := self._oldest_unfinished()) is not None and oldest[0] <= n:
             is_ended = self.standing.failure is not None or self.interruption is not None
-            if is_ended or deadline.is_over():
+            if is_ended or self.is_split_up or epoch != self.epoch or deadline.is_over():
                 return 0
             time.sleep(KEEP_POLL_S)
         return n

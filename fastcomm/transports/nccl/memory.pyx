@@ -16,6 +16,8 @@ import threading
 
 from torch.utils.dlpack import from_dlpack
 
+from fastcomm.errors import NcclError
+
 cimport cython
 from cpython.pycapsule cimport PyCapsule_New
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint16_t, uint64_t
@@ -189,8 +191,14 @@ cdef class Pool:
                 if allocation.window != NULL:
                     windows.append(<size_t>allocation.window)
                 allocation.comm = allocation.window = NULL
+        trouble = None
         for window in windows if is_idle else ():
-            _deregister(comm, <ncclWindow_t><size_t>window)
+            try:
+                _deregister(comm, <ncclWindow_t><size_t>window)
+            except NcclError as error:  # the others can be deregistered all the same
+                trouble = trouble or error
+        if trouble is not None:
+            raise trouble
 
 
 cdef int _deregister(ncclComm_t comm, ncclWindow_t window) except -1:

@@ -288,6 +288,17 @@ def test_a_refresh_loses_neither_weight_nor_vote(comm):
 
 @only_shm
 @on_ranks(2)
+def test_a_rank_without_data_keeps_the_zeros_that_all_ranks_have(comm):
+    """Of parameters that no rank's backward uses, and no step has used."""
+    model, reducer, _ = attached(comm)
+    accumulate(reducer, model, [1])
+    model.zero_grad(set_to_none=False)
+    reducer.set_weight(comm.rank)
+    model[4](torch.ones(1, 16)).sum().backward()
+    assert all(p.grad is not None and not p.grad.any() for p in model[0].parameters())
+
+
+@on_ranks(2)
 def test_a_graph_of_gradients_needs_data(comm):
     model, reducer, _ = attached(comm)
     reducer.set_weight(comm.rank)
