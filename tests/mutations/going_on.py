@@ -12,9 +12,9 @@ MUTATIONS = (
     Mutation(
         name="elastic: the least far tells the others",
         file=ELASTIC,
-        within="Behind.__init__",
-        old="ranks.index(max(ranks))",
-        new="ranks.index(min(ranks))",
+        within="compare_ranks",
+        old="furthest = max(ranks)",
+        new="furthest = min(ranks)",
         tests=(MISSED,),
     ),
     Mutation(
