@@ -50,6 +50,7 @@ from tests.programs.oracle import LEARNING_RATE, Oracle
 from tests.support.bodies import finish_together
 from tests.support.skips import logged
 
+_MOST_UNDER_WAY = 16  # collectives over shared memory: SHM_RING
 # A few roundings of each, relative to the largest number that goes into a sum.
 _EPSILON = {"float64": 1e-12, "float32": 1e-5, "float16": 2**-10, "bfloat16": 2**-7}
 # Ranks multiply float32 numbers in an order of their own, in which a product may fall below the
@@ -262,12 +263,14 @@ class _Run:
         for _ in self.oracle.backwards(step, number):
             pass
         rank = self.comm.rank
-        if rank == operation.rank:
+        # else a launch would wait for the holder before the end of backward
+        is_held = len(self.reducer.core.buckets) <= _MOST_UNDER_WAY
+        if is_held and rank == operation.rank:
             with interrupting(gate) as watch, contextlib.suppress(Interrupted):
                 for _ in stages(self.model, step, rank, number, watch):
                     raise AssertionError("backward swallowed what the signal handler raised")
         else:
-            if rank == operation.holder:
+            if is_held and rank == operation.holder:
                 gate.read_bytes()  # until the handler opens it
             for _ in stages(self.model, step, rank, number):
                 pass
@@ -404,7 +407,7 @@ class _Run:
         self.oracle.grow(layer)
         if self.program.options.is_named:  # the reducer knows no more than what it was given
             self.reducer.detach()
-            self._attach()
+            self._attach_again(number)
         else:
             self.reducer.refresh()
             self.oracle.attach()
@@ -418,7 +421,15 @@ class _Run:
             self.zero_grad(ZeroGrad(), number)
         if operation.renew:
             self._make_reducer()
+        self._attach_again(number)
+
+    def _attach_again(self, number: int) -> None:
+        """What detach() has left in .grad is the user's: no step may use it before a reduction."""
         self._attach()
+        if number % 2:
+            self.reduce(Reduce(((),) * self.comm.world_size), number)
+        else:
+            self.zero_grad(ZeroGrad(), number)
 
     def train(self, routes: tuple[Route, ...], number: int) -> None:
         """A backward, without what comes of it."""
