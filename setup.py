@@ -57,7 +57,7 @@ EXTENSIONS = (
         "comm.gradient_slot",
         "comm.gathering",
         "control.announcement",
-        "control.front",
+        "control.collectives",
         "transports.group.wire",
         "transports.group.shards",
         "insight.recorder",

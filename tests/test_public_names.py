@@ -18,7 +18,7 @@ import pytest
 from ci.docstrings import INTERNAL
 from fastcomm.comm.communicator import Communicator
 from fastcomm.comm.transport import Transport
-from fastcomm.control.front import Front
+from fastcomm.control.collectives import Collectives
 from fastcomm.transports.group.communicator import GroupCommunicator
 from fastcomm.transports.nccl.communicator import NcclCommunicator
 from fastcomm.transports.shm.communicator import ShmCommunicator
@@ -86,7 +86,7 @@ def test_every_backend_has_every_method_of_a_communicator_as_it_is_documented(cl
     for name, method in vars(Communicator).items():
         if inspect.isfunction(method) and name not in ("__enter__", "__exit__", "close"):
             assert signature(getattr(cls, name)) == signature(method), name
-            assert name not in vars(Front) or getattr(cls, name).__doc__ == method.__doc__
+            assert name not in vars(Collectives) or getattr(cls, name).__doc__ == method.__doc__
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ cdef extern from "shm/announcement.h" nogil:
         uint16_t root
         uint8_t presence, place
         uint32_t label
-        uint64_t numel, steps, offset
+        uint64_t numel, fingerprint, offset
         double weight, scale
 
     struct verdict:

@@ -47,14 +47,14 @@ cdef object called_by(const announcement *a):
         return Called(kind, kind)
     return called(
         kind, a.numel, DTYPES[a.dtype], op=op_of(a), root=a.root, wire=DTYPES[a.wire],
-        label=a.label, step=a.steps,
+        label=a.label, step=a.fingerprint,
     )
 
 
 cdef Entry noted(FlightRecorder flight, const announcement *a, uint64_t number):
     return flight.note(
         kind_of(a), DTYPES[a.dtype] if a.numel else None, a.numel, number, op_of(a), a.root,
-        a.label, a.steps,
+        a.label, a.fingerprint,
     )
 
 
@@ -82,7 +82,7 @@ cdef class Call:
     ):
         """part: a transport.Part, of a bucket. has_data: else the others' call counts alone."""
         self.it = announced(KINDS.index(kind), OP_CODES[op])
-        self.it.numel, self.it.root, self.it.label, self.it.steps = numel, root, label, step
+        self.it.numel, self.it.root, self.it.label, self.it.fingerprint = numel, root, label, step
         self.it.dtype, self.it.wire = DTYPE_CODES[dtype], DTYPE_CODES[wire or dtype]
         self.it.presence = HAS_DATA if has_data else HAS_NO_DATA
         if part is not None:
@@ -96,7 +96,7 @@ cdef class Call:
         self.op = SKIP if self.it.presence == VOTES_TO_SKIP else OP_NAMES[self.it.op]
         self.dtype, self.wire = DTYPES[self.it.dtype], DTYPES[self.it.wire]
         self.numel, self.root = self.it.numel, self.it.root
-        self.label, self.step = self.it.label, self.it.steps
+        self.label, self.step = self.it.label, self.it.fingerprint
         return 0
 
     def packed(self):
@@ -116,9 +116,10 @@ cdef class Call:
         return self.it.presence == one.it.presence and is_same_call(&self.it, &one.it, True)
 
     def is_like(self, Call other not None):
-        """Whether nothing but numel, label and steps tells the calls apart."""
+        """Whether nothing but numel, label and fingerprint tells the calls apart."""
         cdef announcement alike = other.it
-        alike.numel, alike.label, alike.steps = self.it.numel, self.it.label, self.it.steps
+        alike.numel, alike.label = self.it.numel, self.it.label
+        alike.fingerprint = self.it.fingerprint
         return self.it.presence == alike.presence and is_same_call(&self.it, &alike, True)
 
     @property

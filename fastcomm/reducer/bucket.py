@@ -384,8 +384,9 @@ class Bucket(Counter):
         if i >= 0:
             raise FastcommError(
                 f"the gradient of parameter {self.names[i]} was made without a backward() that "
-                "reduces it (by hand, by torch.func, or in a graph that torch.compile has traced "
-                "through backward): call reducer.reduce() on every rank first"
+                "reduces it (by hand, before attach(), by torch.func, or in a graph that "
+                "torch.compile has traced through backward): call reducer.reduce() on every rank "
+                "first"
             )
 
     def has_unstepped(self, counts_unclaimed: bool) -> bool:

@@ -1,6 +1,6 @@
 # cython: language_level=3
-"""Gradients: who owns the gradients of a bucket. Each is of one State, which decides whether a
-round takes it, and whether an optimizer may step with it. Moves no data.
+"""Gradients: who owns the gradients of a bucket. The state of each decides whether a round takes
+it, and whether an optimizer may step with it. Moves no data.
 
 Accumulated and local gradients belong to this rank, and the next round takes both. A round owns
 those that it reduces from their bucket's launch to the end of the backward: a write to one, or
@@ -26,7 +26,7 @@ from libc.stdint cimport uint32_t
 from fastcomm.comm.gradient_slot cimport GradientSlot
 
 
-cdef enum State:
+cdef enum GradientState:
     NONE  # there is none, or nothing is known of it: then it is local
     ACCUMULATED  # a backward under no_sync() has made it, or added to it
     LOCAL  # the user's code has made it, or it is from before attach(): must not be used
@@ -133,9 +133,9 @@ cdef class Gradients:
 
     # -- states ------------------------------------------------------------------------------------
 
-    cdef State _state(self, Py_ssize_t i, gradient) except *:
+    cdef GradientState _state(self, Py_ssize_t i, gradient) except *:
         """The state of the gradient that is there now."""
-        cdef State noted = self.states[i]
+        cdef GradientState noted = self.states[i]
         if gradient is None:
             return NONE
         if noted == NONE or not self._is_noted(i, gradient):
@@ -155,7 +155,7 @@ cdef class Gradients:
             return version_of(gradient)
         return self.views[i]._version if self._is_in_place(i) else NAN
 
-    cdef int _note(self, Py_ssize_t i, State state, gradient) except -1:
+    cdef int _note(self, Py_ssize_t i, GradientState state, gradient) except -1:
         """The gradient, as it is now, is of this state."""
         self.states[i] = NONE if gradient is None else state
         is_elsewhere = gradient is not None and not self._is_at_home(i, gradient)
@@ -262,7 +262,7 @@ cdef class Gradients:
                     return True
         return False
 
-    cdef bint _is(self, Py_ssize_t i, State state) except -1:
+    cdef bint _is(self, Py_ssize_t i, GradientState state) except -1:
         return self.states[i] == state and self._state(i, self._gradient(i)) == state
 
     # -- while a bucket is under way ---------------------------------------------------------------
@@ -324,7 +324,7 @@ cdef class Gradients:
         """Keeps what is known for the parameter's next bucket. gradient: what the parameter gets in
         place of its own, as the bucket's memory goes.
         """
-        cdef State state = self._state(i, self._gradient(i))
+        cdef GradientState state = self._state(i, self._gradient(i))
         if self.states[i] == REDUCED:  # the user may have replaced it
             state = REDUCED
         if state != LOCAL:
@@ -333,7 +333,7 @@ cdef class Gradients:
     cdef int _take_over(self, Py_ssize_t i) except -1:
         """Takes over a gradient that exists at attach()."""
         parameter = self.references[i]()
-        cdef State state = state_left(parameter)
+        cdef GradientState state = state_left(parameter)
         left_behind.pop(parameter, None)
         if state != NONE:
             self._note(i, state, parameter.grad)
@@ -341,7 +341,7 @@ cdef class Gradients:
         return 0
 
 
-cdef State state_left(parameter) except *:
+cdef GradientState state_left(parameter) except *:
     """What its last bucket knew of the gradient that is there now; NONE if that knew nothing, or
     somebody has written to it since.
     """

@@ -47,17 +47,18 @@ enum place {
     STAGED_IN_PART, /* private, and its first chunk was staged before the rank arrived */
 };
 
-/* What must agree: kind, op, dtype, wire, root, label, numel and steps. With the flag that
- * announces it, it fills one cache line. */
+/* What must agree: kind, op, dtype, wire, root, label, numel and fingerprint. With the flag
+ * that announces it, it fills one cache line. */
 struct announcement {
     uint8_t kind, op, dtype;
     uint8_t wire; /* the dtype in which it travels */
     uint16_t root;
     uint8_t presence, place;
-    uint32_t label;  /* the caller's name for this collective (a bucket's number) */
-    uint64_t numel;  /* of the input; of SCATTER, of the output */
-    uint64_t steps;  /* how many steps the caller has made, and which: see collective.steps_made;
-                        without a label, how many tensors are reduced as one, and their sizes */
+    uint32_t label; /* the caller's name for this collective (a bucket's number) */
+    uint64_t numel; /* of the input; of SCATTER, of the output */
+    /* Of a bucket: how many steps the caller has made, and which; see collective.steps_made.
+     * Without a label: how many tensors are reduced as one, and their sizes. */
+    uint64_t fingerprint;
     uint64_t offset; /* in the segment, where the place is IN_ARENA */
     /* A weighted op adds scale * tensor over the ranks, and divides by the sum of the ranks'
      * weights; where that is 0, so is the result. */
@@ -97,7 +98,7 @@ static inline bool is_same_call(const struct announcement *a, const struct annou
                                 bool compares_op) {
     return a->kind == b->kind && (!compares_op || a->op == b->op) && a->dtype == b->dtype &&
            a->wire == b->wire && a->root == b->root && a->numel == b->numel &&
-           a->label == b->label && a->steps == b->steps;
+           a->label == b->label && a->fingerprint == b->fingerprint;
 }
 
 /* Whether ranks without data can take part. */

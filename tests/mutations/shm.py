@@ -26,10 +26,10 @@ MUTATIONS = (
     ),
     Mutation(
         name="shm: of tensors that are reduced as one, all results come into the first",
-        file="fastcomm/control/front.pyx",
-        within="Front.all_reduce_coalesced",
-        old="shm_piece(asked.input, numel, asked.d.numel)",
-        new="shm_piece(<void *><size_t>found[0].data_ptr(), numel, asked.d.numel)",
+        file="fastcomm/control/collectives.pyx",
+        within="Collectives.all_reduce_coalesced",
+        old="shm_piece(it.input, numel, it.d.numel)",
+        new="shm_piece(<void *><size_t>found[0].data_ptr(), numel, it.d.numel)",
         tests=("tests/contract/test_results.py",),
     ),
     Mutation(

@@ -28,7 +28,7 @@ from fastcomm.comm.parts import Parts, equal_parts
 from fastcomm.comm.transport import Transport
 from fastcomm.comm.who import PROCESS, own_process, processes_of
 from fastcomm.control.announcement import Call
-from fastcomm.control.front import Front
+from fastcomm.control.collectives import Collectives
 from fastcomm.transports.group.call import WITHOUT_DATA
 from fastcomm.transports.group.exchange import Exchange
 from fastcomm.transports.group.shards import CodedExchanges, Transfer
@@ -37,7 +37,7 @@ from fastcomm.transports.group.work import GroupBucket, GroupWork
 from fastcomm.transports.group.work_queue import WorkQueue
 
 
-class GroupCommunicator(Front, Transport):
+class GroupCommunicator(Collectives, Transport):
     """Collectives over Gloo. See fastcomm.comm.transport.Transport for the contract. Made by
     fastcomm.init. bootstrap: how the ranks have met; see fastcomm.launching.bootstrap. exchange:
     moves the tensors.

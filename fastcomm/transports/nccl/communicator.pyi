@@ -4,10 +4,10 @@ from torch import Tensor
 
 from fastcomm.comm.communicator import Work
 from fastcomm.comm.transport import Transport
-from fastcomm.control.front import Front
+from fastcomm.control.collectives import Collectives
 from fastcomm.transports.nccl.bucket import NcclBucket
 
-class NcclCommunicator(Front, metaclass=ABCMeta):
+class NcclCommunicator(Collectives, metaclass=ABCMeta):
     begun_after: int
     @property
     def buckets(self) -> list[NcclBucket]: ...

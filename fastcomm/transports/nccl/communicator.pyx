@@ -26,7 +26,7 @@ cimport cython
 from libc.stdint cimport uint32_t, uint64_t
 
 from fastcomm.control.announcement cimport *
-from fastcomm.control.front cimport Asked, Front
+from fastcomm.control.collectives cimport Collective, Collectives
 from fastcomm.transports.cuda.clock cimport DeviceClock
 from fastcomm.transports.cuda.driver cimport (
     CUcontext, CUstream, Device, Event, check, driver, order_streams,
@@ -119,7 +119,7 @@ cdef class NcclWork:
 
 
 @cython.no_gc_clear
-cdef class NcclCommunicator(Front, Transport):
+cdef class NcclCommunicator(Collectives, Transport):
     """Collectives between `world_size` processes with a GPU each. See
     fastcomm.comm.transport.Transport for the contract.
 
@@ -281,7 +281,7 @@ cdef class NcclCommunicator(Front, Transport):
             raise FastcommError(f"{what} waits for the device, which cannot be captured in a CUDA "
                                 "graph")
 
-    # -- collectives: see Front --
+    # -- collectives: see Collectives --
 
     cdef int _check_usable(self) except -1:
         self.link.check_usable()
@@ -292,8 +292,8 @@ cdef class NcclCommunicator(Front, Transport):
         dtype_number(dtype)
         return 0
 
-    cdef object _run(self, Asked *asked, inp, out, bint async_op):
-        cdef announcement *d = &asked.d
+    cdef object _run(self, Collective *it, inp, out, bint async_op):
+        cdef announcement *d = &it.d
         if d.kind == CALL_ALL_REDUCE:
             return self._all_reduce(inp.detach(), OPS[d.op], async_op)
         if d.kind == CALL_BROADCAST:
@@ -305,7 +305,7 @@ cdef class NcclCommunicator(Front, Transport):
         if d.kind == CALL_BARRIER:
             return self._barrier(async_op)
         parts = equal_parts(kind_of(d), self, d.numel, d.root)
-        return self._run_parts(asked, inp, out, parts, async_op)
+        return self._run_parts(it, inp, out, parts, async_op)
 
     cdef object _all_reduce(self, tensor, op, bint async_op):
         """A float mean is the sum of tensors scaled beforehand; an integer mean is rounded towards
@@ -320,16 +320,16 @@ cdef class NcclCommunicator(Front, Transport):
         wide = addends_of_mean(tensor, self.world_size)
         return self._collective(ALL_REDUCE, wide, wide, op, 0, async_op, tensor)
 
-    cdef object _run_together(self, Asked *asked, list tensors, bint async_op):
+    cdef object _run_together(self, Collective *it, list tensors, bint async_op):
         """One launch, of a group of calls: the tensors stay where they are."""
-        cdef Kind kind = ALL_REDUCE if asked.d.kind == CALL_ALL_REDUCE else BROADCAST
+        cdef Kind kind = ALL_REDUCE if it.d.kind == CALL_ALL_REDUCE else BROADCAST
         op, outs = None, [tensor.detach() for tensor in tensors]
         if kind == ALL_REDUCE:
-            op = OPS[asked.d.op]
+            op = OPS[it.d.op]
         summed = self._for_mean(outs) if op == "mean" else outs
         dtype = summed[0].dtype if summed else torch.uint8
         cdef NcclWork work = self._new_work(
-            kind_of(&asked.d), dtype, asked.d.numel, asked.d.root, async_op
+            kind_of(&it.d), dtype, it.d.numel, it.d.root, async_op
         )
         cdef int dtype_code = dtype_number(dtype), op_code = 0 if op is None else op_number(op)
         cdef bytearray memory = bytearray((len(outs) + 1) * sizeof(NcclCall))
@@ -339,11 +339,11 @@ cdef class NcclCommunicator(Front, Transport):
             if tensor.nbytes:
                 data = <void *><size_t>tensor.data_ptr()
                 calls[n] = NcclCall(
-                    kind, data, data, tensor.numel(), dtype_code, op_code, asked.d.root
+                    kind, data, data, tensor.numel(), dtype_code, op_code, it.d.root
                 )
                 n += 1
-        work.in_flight.step = asked.d.steps
-        if kind == ALL_REDUCE or asked.d.root != self.rank:
+        work.in_flight.step = it.d.fingerprint
+        if kind == ALL_REDUCE or it.d.root != self.rank:
             work.written = outs
         if summed is not outs:
             work.sums = list(zip(outs, summed))
@@ -419,16 +419,16 @@ cdef class NcclCommunicator(Front, Transport):
             work.sums = [(divided, out)]
         return self._launch(work, op, &call, 1, (divided, out, inp), async_op)
 
-    cdef object _run_parts(self, Asked *asked, inp, out, parts, bint async_op):
+    cdef object _run_parts(self, Collective *it, inp, out, parts, bint async_op):
         """One group of sends and receives."""
         dtype = out.dtype if inp is None else inp.dtype
         cdef NcclWork work = self._new_work(
-            kind_of(&asked.d), dtype, parts.numel, asked.d.root, async_op
+            kind_of(&it.d), dtype, parts.numel, it.d.root, async_op
         )
         cdef bytearray memory = bytearray(2 * self.world_size * sizeof(NcclCall))
         cdef NcclCall *calls = <NcclCall *><char *>memory
         cdef size_t n = sends_and_receives(
-            calls, asked.input, asked.output, parts.sent, parts.received, dtype.itemsize,
+            calls, it.input, it.output, parts.sent, parts.received, dtype.itemsize,
             dtype_number(dtype),
         )
         work.written = None if out is None else (out,)

@@ -16,7 +16,7 @@ from fastcomm.comm.gradient_slot cimport GradientSlot
 from fastcomm.control.announcement cimport (
     CALL_ALL_REDUCE, CALL_REDUCE_SCATTER_V, VOTES_TO_SKIP, announced, announcement, bucket_op_code,
 )
-from fastcomm.control.front cimport shm_piece
+from fastcomm.control.collectives cimport shm_piece
 from fastcomm.transports.shm.core cimport shm_counting
 from fastcomm.transports.shm.ring cimport Ring, ShmWork
 
@@ -110,7 +110,7 @@ cdef class ShmBucket(GatheringBucket):
         work.op, work.used_mask = op, self.used_mask
         if self.bounds is not None:
             work.take_bounds(self.bounds)
-        d.label, d.steps = self.label, step
+        d.label, d.fingerprint = self.label, step
         if self.counts:
             work.counting = shm_counting(self.end, self.adds_squares)
         self.used_mask.fill(op, missing)

@@ -1,9 +1,9 @@
 from abc import ABCMeta
 
 from fastcomm.comm.transport import Transport
-from fastcomm.control.front import Front
+from fastcomm.control.collectives import Collectives
 
-class ShmCommunicator(Front, metaclass=ABCMeta):
+class ShmCommunicator(Collectives, metaclass=ABCMeta):
     bind_bucket = Transport.bind_bucket
     all_gather_v = Transport.all_gather_v
     check = Transport.check

@@ -21,13 +21,13 @@ from fastcomm.transports.shm.ring import MAX_RANKS
 from libc.stdint cimport uint32_t
 
 from fastcomm.control.announcement cimport *
-from fastcomm.control.front cimport Asked, Front
+from fastcomm.control.collectives cimport Collective, Collectives
 from fastcomm.transports.shm.core cimport *
 from fastcomm.transports.shm.memory cimport Block
 from fastcomm.transports.shm.ring cimport Ring, ShmWork
 
 
-cdef class ShmCommunicator(Front, Transport):
+cdef class ShmCommunicator(Collectives, Transport):
     """Collectives between `world_size` processes of one host. See
     fastcomm.comm.transport.Transport for the contract.
 
@@ -66,7 +66,7 @@ cdef class ShmCommunicator(Front, Transport):
         block = Block(self.ring.arena, numel * dtype.itemsize)
         return torch.frombuffer(block, dtype=dtype, count=numel)
 
-    # -- collectives: see Front --
+    # -- collectives: see Collectives --
 
     cdef int _check_usable(self) except -1:
         return self.ring.check_usable()
@@ -75,29 +75,29 @@ cdef class ShmCommunicator(Front, Transport):
         data[0] = self.ring.check(tensor, d)
         return tensor
 
-    cdef object _run(self, Asked *asked, inp, out, bint async_op):
-        return self.ring.call(&asked.d, inp, asked.input, out, asked.output, async_op)
+    cdef object _run(self, Collective *it, inp, out, bint async_op):
+        return self.ring.call(&it.d, inp, it.input, out, it.output, async_op)
 
-    cdef object _run_together(self, Asked *asked, list tensors, bint async_op):
+    cdef object _run_together(self, Collective *it, list tensors, bint async_op):
         """The tensors stay where they are: what each rank reduces is read and written there."""
         cdef ShmWork work = ShmWork.__new__(ShmWork)
         work.ring, work.written = self.ring, tuple(tensors)
-        work.pieces, work.n_pieces, asked.pieces = asked.pieces, len(tensors), NULL
-        asked.input = asked.output = NULL
-        return self._posted(asked, work, async_op)
+        work.pieces, work.n_pieces, it.pieces = it.pieces, len(tensors), NULL
+        it.input = it.output = NULL
+        return self._posted(it, work, async_op)
 
-    cdef object _run_parts(self, Asked *asked, inp, out, parts, bint async_op):
-        cdef announcement *d = &asked.d
+    cdef object _run_parts(self, Collective *it, inp, out, parts, bint async_op):
+        cdef announcement *d = &it.d
         cdef ShmWork work = ShmWork.__new__(ShmWork)
         work.ring, work.tensors, work.written = self.ring, inp, (out,)
         rows = [accumulate(row, initial=0) for row in parts.of_all]
         work.take_bounds(tuple(chain.from_iterable(rows)))
         if d.offset > self.ring.arena.nbytes - d.numel * inp.itemsize:  # or private anyway
             d.place = PRIVATE_MEMORY
-        return self._posted(asked, work, async_op)
+        return self._posted(it, work, async_op)
 
-    cdef object _posted(self, Asked *asked, ShmWork work, bint async_op):
-        self.ring.post(&asked.d, asked.input, asked.output, work)
+    cdef object _posted(self, Collective *it, ShmWork work, bint async_op):
+        self.ring.post(&it.d, it.input, it.output, work)
         if async_op:
             return work
         work.wait()

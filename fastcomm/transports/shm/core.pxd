@@ -3,7 +3,7 @@
 from libc.stdint cimport uint32_t, uint64_t
 
 from fastcomm.control.announcement cimport announcement
-from fastcomm.control.front cimport shm_piece
+from fastcomm.control.collectives cimport shm_piece
 
 
 cdef extern from "shm/core.h" nogil:

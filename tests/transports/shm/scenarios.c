@@ -277,7 +277,7 @@ static struct announcement announced(struct rank *me, int what) {
     struct announcement d = {.kind = CALL_ALL_REDUCE, .op = SHM_MEAN, .dtype = SHM_FLOAT32};
     d.numel = what == LONGER || what == SKIP_LONGER ? 21 : 20;
     d.label = what == OTHER ? 6 : 5;
-    d.steps = what == LATER ? 4 : 3;
+    d.fingerprint = what == LATER ? 4 : 3;
     d.op = what == SUM ? SHM_SUM : what == WEIGHTED ? SHM_WEIGHTED_MEAN : SHM_MEAN;
     d.presence = what == SKIP || what == SKIP_LONGER ? VOTES_TO_SKIP : HAS_DATA;
     d.weight = d.scale = 1;

@@ -4,7 +4,7 @@ from typing import Any
 from fastcomm.comm.communicator import Communicator
 from fastcomm.comm.transport import Transport
 
-class Front(Transport, metaclass=ABCMeta):
+class Collectives(Transport, metaclass=ABCMeta):
     def __init__(self, *arguments: Any) -> None: ...
     all_reduce = Communicator.all_reduce
     all_reduce_coalesced = Communicator.all_reduce_coalesced

@@ -1,6 +1,6 @@
 # cython: language_level=3
-"""Front: the collectives of every communicator. Checks their arguments before any peer is involved,
-and fills in what the ranks compare. A transport takes the tensors and runs the collective.
+"""Collectives: those of every communicator. Checks their arguments before any peer is involved, and
+fills in what the ranks compare. A transport takes the tensors and runs the collective.
 
 comm/communicator.py says what the collectives promise.
 """
@@ -24,12 +24,12 @@ cdef str TOGETHER = "all_reduce_coalesced"
 cdef dict OP_CODES = {op: code for code, op in enumerate(OPS)}
 
 
-cdef inline Asked ask(int kind, int op) noexcept:
-    cdef Asked asked
-    asked.d = announced(kind, op)
-    asked.input = asked.output = NULL
-    asked.pieces = NULL
-    return asked
+cdef inline Collective collective(int kind, int op) noexcept:
+    cdef Collective it
+    it.d = announced(kind, op)
+    it.input = it.output = NULL
+    it.pieces = NULL
+    return it
 
 
 cdef int op_code(op) except -1:
@@ -37,7 +37,7 @@ cdef int op_code(op) except -1:
     return OP_CODES[canonical_op(op)] if code is None else code
 
 
-cdef class Front:
+cdef class Collectives:
     """The base of all communicators, before Transport. What ends with `except -1` or returns an
     object may raise.
     """
@@ -76,123 +76,123 @@ cdef class Front:
         d.dtype = d.wire = dtype_code(taken.dtype)
         return taken
 
-    cdef object _run(self, Asked *asked, inp, out, bint async_op):
+    cdef object _run(self, Collective *it, inp, out, bint async_op):
         """Runs a collective, or begins it and returns its Work. inp: None where this rank has
         nothing to send. out: None where nothing is written.
         """
-        return self.run(call_of(&asked.d), inp, out, async_op)
+        return self.run(call_of(&it.d), inp, out, async_op)
 
-    cdef object _run_together(self, Asked *asked, list tensors, bint async_op):
+    cdef object _run_together(self, Collective *it, list tensors, bint async_op):
         """As _run, of the all_reduce or the broadcast of many tensors. Those to be broadcast are
-        bytes. Of what is reduced, `asked` has the pieces, which it may take over.
+        bytes. Of what is reduced, `it` has the pieces, which it may take over.
         """
-        return self.run_together(call_of(&asked.d), tensors, async_op)
+        return self.run_together(call_of(&it.d), tensors, async_op)
 
-    cdef object _run_parts(self, Asked *asked, inp, out, parts, bint async_op):
+    cdef object _run_parts(self, Collective *it, inp, out, parts, bint async_op):
         """As _run, of an all_to_all_single whose parts differ in size: a comm.parts.Parts."""
-        return self.run_parts(call_of(&asked.d), inp, out, parts, async_op)
+        return self.run_parts(call_of(&it.d), inp, out, parts, async_op)
 
     # -- collectives --
 
     def all_reduce(self, tensor, op="sum", *, bint async_op=False):
-        cdef Asked asked = ask(CALL_ALL_REDUCE, op_code(op))
-        taken = self._taken(tensor, &asked.d, &asked.input)
-        asked.output = asked.input
-        return self._run(&asked, taken, taken, async_op)
+        cdef Collective it = collective(CALL_ALL_REDUCE, op_code(op))
+        taken = self._taken(tensor, &it.d, &it.input)
+        it.output = it.input
+        return self._run(&it, taken, taken, async_op)
 
     def all_reduce_coalesced(self, tensors, op="sum", *, bint async_op=False):
-        cdef Asked asked = ask(CALL_ALL_REDUCE, op_code(op))
+        cdef Collective it = collective(CALL_ALL_REDUCE, op_code(op))
         cdef list found = as_list(tensors), taken = []
         cdef uint64_t numel = 0, checksum = 0  # of the sizes
         cdef Py_ssize_t i, n = len(found)
-        asked.pieces = <shm_piece *>malloc(n * sizeof(shm_piece))
+        it.pieces = <shm_piece *>malloc(n * sizeof(shm_piece))
         try:
-            if asked.pieces == NULL:
+            if it.pieces == NULL:
                 raise MemoryError("out of memory")
             for i, tensor in enumerate(found):
                 try:
-                    taken.append(self._taken(tensor, &asked.d, &asked.input))
+                    taken.append(self._taken(tensor, &it.d, &it.input))
                 except (TypeError, ValueError) as error:
                     raise type(error)(f"{TOGETHER}: tensor {i}: {error}") from None
-                asked.pieces[i] = shm_piece(asked.input, numel, asked.d.numel)
-                if asked.d.numel == 0:  # it shares no memory
-                    asked.pieces[i].source = NULL
-                numel += asked.d.numel
-                checksum = (checksum ^ asked.d.numel) * 0x100000001B3UL  # FNV-1a's prime
+                it.pieces[i] = shm_piece(it.input, numel, it.d.numel)
+                if it.d.numel == 0:  # it shares no memory
+                    it.pieces[i].source = NULL
+                numel += it.d.numel
+                checksum = (checksum ^ it.d.numel) * 0x100000001B3UL  # FNV-1a's prime
             check_alike([tensor.dtype for tensor in found])
-            check_apart(asked.pieces, n, itemsize_of(&asked.d))
-            asked.d.numel, asked.d.place = numel, PRIVATE_MEMORY
+            check_apart(it.pieces, n, itemsize_of(&it.d))
+            it.d.numel, it.d.place = numel, PRIVATE_MEMORY
             # the prime mixes upwards alone, and few bits travel
             checksum = (checksum ^ checksum >> 32) * 0x9E3779B97F4A7C15UL
-            asked.d.steps = steps_made(n, checksum >> 33)
-            return self._run_together(&asked, taken, async_op)
+            it.d.fingerprint = steps_made(n, checksum >> 33)
+            return self._run_together(&it, taken, async_op)
         finally:
-            free(asked.pieces)
+            free(it.pieces)
 
     def broadcast(self, tensor, src=0, *, bint async_op=False):
-        cdef Asked asked = ask(CALL_BROADCAST, SHM_SUM)
-        taken = self._taken(tensor, &asked.d, &asked.input)
+        cdef Collective it = collective(CALL_BROADCAST, SHM_SUM)
+        taken = self._taken(tensor, &it.d, &it.input)
         check_root("src", src, self.world_size)
-        asked.d.root, asked.output = src, asked.input
-        return self._run(&asked, taken, None if src == self.rank else taken, async_op)
+        it.d.root, it.output = src, it.input
+        return self._run(&it, taken, None if src == self.rank else taken, async_op)
 
     def broadcast_all(self, list tensors, src=0):
         """One collective, so that no exception can split it."""
-        cdef Asked asked = ask(CALL_BROADCAST, SHM_SUM)
-        taken = [self._taken(tensor, &asked.d, &asked.input) for tensor in tensors]
+        cdef Collective it = collective(CALL_BROADCAST, SHM_SUM)
+        taken = [self._taken(tensor, &it.d, &it.input) for tensor in tensors]
         check_root("src", src, self.world_size)
         flats = [tensor.detach().view(-1).view(torch.uint8) for tensor in taken]
-        asked.d.root, asked.d.numel = src, sum(map(len, flats))
-        asked.d.dtype = asked.d.wire = dtype_code(torch.uint8)
-        self._run_together(&asked, flats, False)
+        it.d.root, it.d.numel = src, sum(map(len, flats))
+        it.d.dtype = it.d.wire = dtype_code(torch.uint8)
+        self._run_together(&it, flats, False)
 
     def all_gather_single(self, out, inp, *, bint async_op=False):
-        cdef Asked asked = ask(CALL_ALL_GATHER, SHM_SUM)
-        source = self._taken(inp, &asked.d, &asked.input)
-        target = self._taken_out(out, &asked)
+        cdef Collective it = collective(CALL_ALL_GATHER, SHM_SUM)
+        source = self._taken(inp, &it.d, &it.input)
+        target = self._taken_out(out, &it)
         check_out("all_gather_single", out, inp, inp.numel() * self.world_size)
-        return self._run(&asked, source, target, async_op)
+        return self._run(&it, source, target, async_op)
 
     def reduce_scatter_single(self, out, inp, op="sum", *, bint async_op=False):
-        cdef Asked asked = ask(CALL_REDUCE_SCATTER, op_code(op))
-        source = self._taken(inp, &asked.d, &asked.input)
+        cdef Collective it = collective(CALL_REDUCE_SCATTER, op_code(op))
+        source = self._taken(inp, &it.d, &it.input)
         numel = shard_of("reduce_scatter_single", inp, self.world_size)
-        target = self._taken_out(out, &asked)
+        target = self._taken_out(out, &it)
         check_out("reduce_scatter_single", out, inp, numel)
-        return self._run(&asked, source, target, async_op)
+        return self._run(&it, source, target, async_op)
 
     def gather(self, out, inp, dst=0, *, bint async_op=False):
-        cdef Asked asked = ask(CALL_GATHER, SHM_SUM)
-        source = self._taken(inp, &asked.d, &asked.input)
-        target = None if out is None else self._taken_out(out, &asked)
+        cdef Collective it = collective(CALL_GATHER, SHM_SUM)
+        source = self._taken(inp, &it.d, &it.input)
+        target = None if out is None else self._taken_out(out, &it)
         check_rooted("gather", self, out, inp, dst)
-        asked.d.root = dst
-        return self._run(&asked, source, target, async_op)
+        it.d.root = dst
+        return self._run(&it, source, target, async_op)
 
     def scatter(self, out, inp, src=0, *, bint async_op=False):
-        cdef Asked asked = ask(CALL_SCATTER, SHM_SUM), of_inp = asked
-        target = self._taken(out, &asked.d, &asked.output)
-        source = None if inp is None else self._taken(inp, &of_inp.d, &asked.input)
+        cdef Collective it = collective(CALL_SCATTER, SHM_SUM), of_inp = it
+        target = self._taken(out, &it.d, &it.output)
+        source = None if inp is None else self._taken(inp, &of_inp.d, &it.input)
         check_rooted("scatter", self, inp, out, src)
-        asked.d.root, asked.d.place = src, PRIVATE_MEMORY  # of an input that the others do not have
-        return self._run(&asked, source, target, async_op)
+        it.d.root, it.d.place = src, PRIVATE_MEMORY  # of an input that the others do not have
+        return self._run(&it, source, target, async_op)
 
     def all_to_all_single(self, out, inp, out_splits=None, in_splits=None, *, bint async_op=False):
-        cdef Asked asked = ask(CALL_ALL_TO_ALL, SHM_SUM)
-        source = self._taken(inp, &asked.d, &asked.input)
-        target = self._taken_out(out, &asked)
+        cdef Collective it = collective(CALL_ALL_TO_ALL, SHM_SUM)
+        source = self._taken(inp, &it.d, &it.input)
+        target = self._taken_out(out, &it)
         if out_splits is not None or in_splits is not None:
             self.refuse_capture("all_to_all_single() with splits")
         parts = exchanged(self, out, inp, out_splits, in_splits)
         if parts is None:
-            return self._run(&asked, source, target, async_op)
-        asked.d.numel = parts.numel
-        return self._run_parts(&asked, source, target, parts, async_op)
+            return self._run(&it, source, target, async_op)
+        it.d.numel = parts.numel
+        return self._run_parts(&it, source, target, parts, async_op)
 
     def barrier(self, *, bint async_op=False):
-        cdef Asked asked = ask(CALL_BARRIER, SHM_SUM)
+        cdef Collective it = collective(CALL_BARRIER, SHM_SUM)
         self._check_usable()
-        return self._run(&asked, None, None, async_op)
+        return self._run(&it, None, None, async_op)
 
     # -- memory, and the end: a transport has _empty, _abandon, _close and _abort --
 
@@ -221,13 +221,13 @@ cdef class Front:
         self._abort()
 
     def check_tensor(self, tensor):
-        cdef Asked asked = ask(CALL_BROADCAST, SHM_SUM)
-        self._taken(tensor, &asked.d, &asked.input)
+        cdef Collective it = collective(CALL_BROADCAST, SHM_SUM)
+        self._taken(tensor, &it.d, &it.input)
 
-    cdef object _taken_out(self, tensor, Asked *asked):
+    cdef object _taken_out(self, tensor, Collective *it):
         """As _taken, of an output that the ranks do not compare."""
-        cdef announcement of_out = asked.d
-        return self._taken(tensor, &of_out, &asked.output)
+        cdef announcement of_out = it.d
+        return self._taken(tensor, &of_out, &it.output)
 
     cdef object _viewed(self, tensor, op):
         """The tensor, a complex one as pairs, if it can be taken. op: what it is reduced by."""
@@ -296,6 +296,6 @@ cdef int _order_of(const void *one, const void *other) noexcept nogil:
     return -1 if a.source < b.source or a.source == b.source and a < b else 1
 
 
-for _name, _method in vars(Front).items():  # what is promised is written once
+for _name, _method in vars(Collectives).items():  # what is promised is written once
     if callable(_method) and not _name.startswith("_") and hasattr(Communicator, _name):
         _method.__doc__ = getattr(Communicator, _name).__doc__
