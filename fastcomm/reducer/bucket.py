@@ -88,7 +88,6 @@ class Bucket(Counter):
         self.shard: BucketShard | None = None  # of a model that a ShardedOptimizer steps
         self._has_streams = comm.has_streams
         self._is_gathered = False  # in this round
-        self._is_vote = False  # it was launched in this round without a gradient, as a vote
         # Gradients of parameters that got none in this backward, kept in case no other rank has got
         # one either.
         self._untouched: dict[int, Tensor | None] = {}
@@ -142,9 +141,6 @@ class Bucket(Counter):
         starts its reduction. step, part: see BoundBucket.launch. inspect: is shown the gradients
         that take part, before they are reduced.
         """
-        if part.votes:
-            self._launch_vote(op, step, part)
-            return
         is_empty = not part.weight
         self._remake_views()
         taking_part = self.parameters
@@ -176,9 +172,8 @@ class Bucket(Counter):
         for i in self.gradients.give_up_displaced():
             self.views[i] = self._view(i)
 
-    def _launch_vote(self, op: str, step: int, part: Part) -> None:
+    def launch_vote(self, op: str, step: int, part: Part) -> None:
         """Takes part without any gradient, as all ranks will drop this round."""
-        self._is_vote = True
         missing = self._bound.gather([None] * len(self.views))
         self._is_gathered = True
         self._bound.launch(op, missing, step, part)
@@ -285,7 +280,7 @@ class Bucket(Counter):
         hook has written to a gradient since watch_gradients(), or replaced it: what the ranks have
         of it depends on which was faster.
         """
-        i = -1 if self._is_vote else self.gradients.first_changed(self._untouched)
+        i = self.gradients.first_changed(self._untouched)
         if i >= 0:
             raise FastcommError(
                 f"the gradient of parameter {self.names[i]} was changed by a hook while it was "
@@ -480,7 +475,7 @@ class Bucket(Counter):
 
     def reset(self) -> None:
         """Makes the bucket ready for the next backward."""
-        self._is_gathered = self._is_vote = False
+        self._is_gathered = False
         self._untouched.clear()
         self._staying.clear()
         self.expect_gradients(len(self.views))

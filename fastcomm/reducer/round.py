@@ -194,7 +194,8 @@ class Round(RoundFlags):
                 and self.survived is None
             ):
                 self._launch_next()
-                self.buckets[self._n_launched - 1].watch_gradients()
+                if not self.part.votes:
+                    self.buckets[self._n_launched - 1].watch_gradients()
         except FastcommError as error:
             self._survive_or_raise(error)
         self._phases.enter(BACKWARD)
@@ -210,9 +211,12 @@ class Round(RoundFlags):
             with_checksum(self._step, bucket.step_checksum) if bucket.step_checksum else self._step
         )
         try:
-            bucket.launch(
-                self.op, step, self.part, keeps_graph=self._keeps_graph, inspect=self.inspect
-            )
+            if self.part.votes:
+                bucket.launch_vote(self.op, step, self.part)
+            else:
+                bucket.launch(
+                    self.op, step, self.part, keeps_graph=self._keeps_graph, inspect=self.inspect
+                )
         except MismatchError as error:
             raise self._explained(error) from error.__cause__
         if self.observer is not None:

@@ -54,12 +54,11 @@ struct announcement {
     uint8_t wire; /* the dtype in which it travels */
     uint16_t root;
     uint8_t presence, place;
-    uint32_t label; /* the caller's name for this collective (a bucket's number) */
-    uint64_t numel; /* of the input; of SCATTER, of the output */
-    /* Of a bucket: how many steps the caller has made, and which; see collective.steps_made.
-     * Without a label: how many tensors are reduced as one, and their sizes. */
-    uint64_t fingerprint;
-    uint64_t offset; /* in the segment, where the place is IN_ARENA */
+    uint32_t label;       /* the caller's name for this collective (a bucket's number) */
+    uint64_t numel;       /* of the input; of SCATTER, of the output */
+    uint64_t fingerprint; /* of a bucket: of the caller's steps, see collective.steps_made; of
+                             tensors that are reduced as one: of their number and sizes */
+    uint64_t offset;      /* in the segment, where the place is IN_ARENA */
     /* A weighted op adds scale * tensor over the ranks, and divides by the sum of the ranks'
      * weights; where that is 0, so is the result. */
     double weight, scale;

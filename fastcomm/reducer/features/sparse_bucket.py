@@ -115,9 +115,6 @@ class SparseBucket(Bucket):
         inspect: Inspection | None,
     ) -> None:
         """Waits for what the other ranks bring, and sends this rank's rows."""
-        if part.votes:
-            self._launch_vote(op, step, part)
-            return
         self._refuse_capture()
         if self._producers is not None:
             self._producers.order_before_current()
@@ -146,10 +143,9 @@ class SparseBucket(Bucket):
                 values.append(values_of(gradient))
         inspect(names, values)
 
-    def _launch_vote(self, op: str, step: int, part: Part) -> None:
-        """Takes part without any gradient: the offer carries the vote, over every transport."""
+    def launch_vote(self, op: str, step: int, part: Part) -> None:
+        """The offer carries the vote, over every transport."""
         n = len(self.names)
-        self._is_vote = True
         vote = Call("all_reduce", op=op, step=step, part=part)
         own = Offer(vote, [0] * n, [False] * n)
         self._take_part(own, [None] * n)
