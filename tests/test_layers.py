@@ -99,29 +99,6 @@ def unit_of(module: str) -> str:
     return f"{package}.{inner[0]}" if package == "transports" and inner else package
 
 
-def test_python_imports_are_found_wherever_they_stand() -> None:
-    text = (
-        "import fastcomm.reducer.layout\nfrom fastcomm.errors import InitError\n"
-        "def f():\n    from fastcomm import init\n"
-        "from fastcomm.transports.cuda import driver\nimport torch\n"
-    )
-    found = {"reducer.layout", "errors", "__init__", "transports.cuda.driver"}
-    assert python_imports(text) == found
-    text += "if TYPE_CHECKING:\n    from fastcomm.comm.watchdog import Watchdog\n"
-    assert python_imports(text) == found | {"comm.watchdog"}
-    assert python_imports(text, of_types=False) == found
-
-
-def test_cython_imports_are_found_wherever_they_stand(tmp_path: Path) -> None:
-    path = tmp_path / "module.pyx"
-    path.write_text(
-        "from fastcomm.transports.cuda.driver cimport launch  # why\n"
-        "    cimport fastcomm.transports.shm.memory\n"
-        "from fastcomm.errors import (\n    A,\n)\nfrom libc cimport math\n"
-    )
-    assert imports_of(path) == {"transports.cuda.driver", "transports.shm.memory", "errors"}
-
-
 def test_modules_import_only_from_layers_below() -> None:
     without = {name_of(path) for path in sources() if unit_of(name_of(path)) not in LAYER_OF}
     assert not without, f"give these a layer in LAYERS: {', '.join(sorted(without))}"
