@@ -23,10 +23,8 @@ from tests.kernels.test_kernels import (
     assert_same,
     cast,
     flatten,
-    launch,
     norm,
     ordinary,
-    tiles_of,
     unflatten,
 )
 
@@ -146,21 +144,6 @@ def test_the_last_of_many_blocks_adds_them_all(library, n_blocks, n_threads):
     values = ordinary(torch.float64, 40 * TILE + 5)
     statistics = norm(Emulator(library, n_threads), [values], "f64", n_blocks=n_blocks)
     assert_are_of(statistics, [values], "f64")
-
-
-def test_a_launch_leaves_the_ticket_as_the_next_one_needs_it(emulator):
-    """A bucket's ticket and statistics lie in the same place in every step."""
-    statistics = Statistics()
-    for seed in range(3):
-        values = ordinary(torch.float32, 5 * TILE, seed)
-        launch(
-            emulator,
-            "norm_f32_504",
-            [values],
-            tiles_of([0], [len(values)]),
-            *statistics.arguments(),
-        )
-        assert_are_of(statistics, [values], "f32")
 
 
 @pytest.mark.parametrize("grad, n_blocks", [("f32", 1), ("f16", 3), ("bf16", 5), ("f64", 9)])

@@ -268,31 +268,6 @@ def test_sizes_and_alignments_go_there_and_back(kernels, grad, wire, past_grad, 
     flat.check_guards()
 
 
-@pytest.mark.parametrize(
-    "n_tensors, capacity", [(1, 504), (2, 504), (504, 504), (1, 4000), (2000, 4000), (4000, 4000)]
-)
-@pytest.mark.parametrize(
-    "grad, wire",
-    [("f32", "f32"), ("f32", "bf16"), ("bf16", "f32"), ("f16", "e4m3"), ("f64", "f64")],
-)
-def test_any_number_of_tensors_is_one_launch(kernels, grad, wire, n_tensors, capacity):
-    numels = torch.randint(
-        1, 60, (n_tensors,), generator=torch.Generator().manual_seed(n_tensors)
-    ).tolist()
-    numels[-1] = 3000
-    values = ordinary(DTYPES[grad], sum(numels))
-    grads, flat, back = (
-        list(values.split(numels)),
-        Arena(DTYPES[wire], numels, [0] * n_tensors),
-        torch.zeros_like(values),
-    )
-    flatten(kernels, grads, flat, grad, wire, capacity=capacity)
-    unflatten(kernels, flat, list(back.split(numels)), grad, wire, capacity=capacity)
-    assert_same(torch.cat(flat.tensors), cast(values, DTYPES[wire], 1.0))
-    assert_same(back, cast(torch.cat(flat.tensors), DTYPES[grad], 1.0))
-    flat.check_guards()
-
-
 @pytest.mark.parametrize("divisor, scale", [(8.0, 0.25), (0.0, 0.0)])
 @pytest.mark.parametrize("grad, wire", PAIRS)
 def test_flatten_divides_the_scale_by_a_number_in_memory(kernels, grad, wire, divisor, scale):

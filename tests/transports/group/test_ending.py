@@ -100,38 +100,6 @@ def test_a_rank_that_dies_while_its_data_is_on_its_way_is_missed_soon():
     values_of(outcomes, 1)
 
 
-def _close_with_data_in_flight(place):
-    """Of three all-reductions, whose results rank 0 does not send before that."""
-    comm = communicator(place)
-    comm.barrier()
-    before, take_step = comm.number, work_queue.WorkQueue._take_step
-
-    def wait_for_the_end(queue, running):
-        if place.rank == 0:
-            wait_for_note(place, "closed_at")
-        if place.rank == 0 or queue.number == before + 3:  # else it begins the next
-            take_step(queue, running)
-
-    with mock.patch.object(work_queue.WorkQueue, "_take_step", wait_for_the_end):
-        works = [comm.all_reduce(torch.ones(600_000), async_op=True) for _ in range(3)]
-        if place.rank == 1:
-            while comm.number < before + 3:
-                time.sleep(0.001)
-            comm.close()
-            note(place, closed_at=time.monotonic())
-            return None
-        messages = {raised(PeerLostError, work.wait)[0] for work in works}
-    return messages, time.monotonic() - float(noted(place, "closed_at"))
-
-
-@pytest.mark.usefixtures("transport")
-@over(2, shm=(), nccl=(), hierarchical=())
-def test_a_peer_that_closes_with_data_in_flight_is_named_soon(transport, world_size):
-    (message,), seconds = values_of(new_ranks(transport, world_size, _close_with_data_in_flight))[0]
-    assert "rank 1" in message and "closed its communicator" in message
-    assert seconds < 2
-
-
 @pytest.mark.usefixtures("transport")
 @over(2, shm=(), nccl=(), hierarchical=())
 def test_connections_do_not_outlive_the_communicator(transport, world_size):

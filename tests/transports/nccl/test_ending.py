@@ -118,24 +118,6 @@ def _calls(name):
     return [line.split()[0] for line in log_of(loaded("nccl"))].count(name)
 
 
-def _abort_behind_seconds_of_work(place):
-    comm = communicator(place)
-    loaded("nccl").stand_in_hold_revocations(NEVER)
-    aborting = threading.Thread(target=comm.abort)
-    aborting.start()
-    time.sleep(2.5)
-    assert (_calls("ncclCommRevoke"), _calls("ncclCommAbort")) == (1, 0)
-    loaded("nccl").stand_in_hold_revocations(0)
-    aborting.join(SOON)
-    assert not aborting.is_alive() and _calls("ncclCommAbort") == 1
-    assert loaded("nccl").stand_in_overtaken() == 0
-    assert_all_ended()
-
-
-def test_an_abort_begins_when_the_revocation_has_returned():
-    values_of(outcomes_of(1, _abort_behind_seconds_of_work))
-
-
 def _abort_lanes_that_wait_for_each_other(place):
     comm = communicator(place)
     fastcomm.Reducer(comm, streams=2, **SMALL_BUCKETS).attach(mlp())
@@ -203,23 +185,6 @@ def _stay_inside(place):
 def test_a_thread_that_stays_inside_nccl_is_left_behind_and_nothing_is_freed_under_it():
     said, _ = values_of(outcomes_of(2, _stay_inside))
     assert "NCCL has not ended 1 of 1 lanes within 0.5 s: they are left behind" in said
-
-
-def _close_and_leave_behind(place):
-    comm = communicator(place)
-    loaded("nccl").stand_in_hold_revocations(NEVER)
-    loaded("cuda").stand_in_hold_events(1)  # NCCL is not asked to finalize yet
-    message, seconds = raised(TimeoutError, lambda: comm.close(timeout=0.5))
-    assert seconds < SOON and _calls("ncclCommAbort") == 0
-    loaded("nccl").stand_in_hold_revocations(0)
-    loaded("cuda").stand_in_hold_events(0)
-    assert_all_ended()
-    return message
-
-
-def test_a_close_says_that_it_leaves_a_lane_behind():
-    (message,) = values_of(outcomes_of(1, _close_and_leave_behind))
-    assert "waited 0.5 s for what was launched to end" in message and "left behind" in message
 
 
 def _close_until_the_device_comes_to_rest(place):

@@ -15,7 +15,6 @@ import torch
 import fastcomm
 from fastcomm import (
     FastcommError,
-    NcclError,
 )
 from tests.fakes.stand_ins import (
     assert_all_ended,
@@ -94,23 +93,6 @@ def _fail_in_all_to_all(place, function):
 def test_of_a_group_the_call_that_failed_is_named(function):
     for message in values_of(outcomes_of(2, _fail_in_all_to_all, function)):
         assert f"{function} failed with code 2, unhandled system error: {function} : " in message
-
-
-def _fail_in_a_bucket(place):
-    comm = communicator(place)
-    model = mlp()
-    fastcomm.Reducer(comm, **SMALL_BUCKETS).attach(model)
-    with failing("ncclAllReduce", 2, after=1) if place.rank == 1 else contextlib.nullcontext():
-        message, seconds = raised(NcclError, lambda: backward(model, place.rank))
-    assert seconds < SOON
-    assert_all_ended()
-    return message
-
-
-def test_a_bucket_that_fails_on_one_rank_is_the_same_nccl_error_on_all():
-    first, second = values_of(outcomes_of(2, _fail_in_a_bucket))
-    assert first == second
-    assert "ncclAllReduce failed with code 2" in first
 
 
 def _attach(comm):

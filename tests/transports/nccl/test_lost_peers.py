@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import re
 import select
-import threading
 import time
 from datetime import timedelta
 
@@ -22,8 +20,6 @@ from tests.fakes.stand_ins import (
 )
 from tests.support.bodies import leave, left, note, raised, wait_for_note
 from tests.support.models import (
-    SMALL_BUCKETS,
-    backward,
     mlp,
 )
 from tests.support.outcomes import values_of
@@ -90,42 +86,6 @@ def test_a_peer_that_nccl_has_lost_is_named():
 @pytest.mark.parametrize("wait", WAITS)
 def test_a_peer_that_is_killed_before_a_bucket_is_bound_is_named_within_two_seconds(wait):
     assert_told_of_the_loss(outcomes_of(3, _lose_a_peer, wait, "killed"), "died")
-
-
-def _train_until_a_peer_dies(place, delay):
-    comm = communicator(place)
-    model = mlp()
-    fastcomm.Reducer(comm, streams=2, **SMALL_BUCKETS).attach(model)
-    comm.barrier()
-    if place.rank == place.world_size - 1:
-        threading.Timer(delay, leave, (place, comm, "killed")).start()
-    with pytest.raises(PeerLostError) as lost:
-        while True:
-            model.zero_grad()
-            backward(model, place.rank)
-    pid, seconds = left(place)
-    assert_all_ended()
-    return str(lost.value), pid, seconds
-
-
-@pytest.mark.parametrize("delay", [0.1, 0.1314, 0.1777])
-def test_a_peer_may_be_killed_at_any_moment_of_training(delay):
-    assert_told_of_the_loss(outcomes_of(3, _train_until_a_peer_dies, delay), "died")
-
-
-def _miss_a_bucket(place):
-    comm = communicator(place, timeout=timedelta(seconds=2))
-    model = mlp()
-    fastcomm.Reducer(comm, **SMALL_BUCKETS).attach(model)
-    if place.rank == 1:
-        time.sleep(4.5)
-        return None
-    return raised(TimeoutError, lambda: backward(model, place.rank))[0]
-
-
-def test_a_bucket_that_a_rank_does_not_launch_is_named():
-    message, _ = values_of(outcomes_of(2, _miss_a_bucket))
-    assert re.search(r"bucket 0 of reducer 0.*missing: rank 1", message), message
 
 
 def _hold_several_launches(place):

@@ -63,24 +63,6 @@ def test_training_is_ordered(options):
     stand_in_values(2, _train, options)
 
 
-def _train_some(place):
-    comm = communicator(place)
-    with TorchStreams(comm):
-        model = Heads(3)
-        reducer = fastcomm.Reducer(comm).attach(model)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for step in range(4):
-            with reducer.no_sync():
-                loss_of(model, place.rank, step, 0).backward()
-            loss_of(model, place.rank, step, 0, *([1] if step % 2 == place.rank else [])).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-
-def test_training_is_ordered_where_gradients_are_missing_or_accumulated():
-    stand_in_values(2, _train_some)
-
-
 # Gradients that are flattened while the stream that launched goes on.
 
 
@@ -112,23 +94,6 @@ def _launch_one_after_the_other(place, awaiting):
 def test_gradients_of_two_buckets_at_most_are_kept_until_they_have_been_flattened(awaiting):
     for kept, left in stand_in_values(2, _launch_one_after_the_other, awaiting):
         assert kept == [1, 2, 2, 2, 2] and left == [None] * 5
-
-
-def _close_without_waiting(place):
-    comm = communicator(place)
-    flat = comm.empty(65, dtype=torch.float32).zero_()
-    bucket = comm.bind_bucket(flat, [flat[:64]], [0], wire_dtype=None, label=1)
-    parameter = torch.nn.Parameter(torch.zeros(64))
-    parameter.grad = torch.ones(64)
-    gradient = weakref.ref(parameter.grad)
-    bucket.gather([parameter])
-    bucket.launch("sum", [])
-    comm.close()
-    return gradient() is None
-
-
-def test_a_close_drops_gradients_that_nobody_has_waited_for():
-    assert stand_in_values(2, _close_without_waiting) == [True, True]
 
 
 # Gradients that autograd produces on another stream than the one that is current at the launch.

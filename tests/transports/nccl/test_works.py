@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import sys
 import threading
 import time
 import weakref
@@ -13,9 +12,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fastcomm import NcclError
 from tests.fakes.stand_ins import loaded, log_of, wait_for_call
-from tests.transports.nccl import SOON, communicator, stand_in_values
+from tests.transports.nccl import communicator, stand_in_values
 
 LAUNCHED_ON, OTHER = 1, 2  # streams that the stand-in has from the start
 BEGIN_GLOBAL, END = 1, 0  # of a capture
@@ -180,31 +178,6 @@ def _ask_captured_works(place):
 
 def test_a_captured_work_counts_as_completed():
     assert stand_in_values(1, _ask_captured_works) == [[True, True]]
-
-
-def _keep_the_gil_from_the_watchdog(place):
-    comm = communicator(place)
-    loaded("cuda").stand_in_hold_events(1)
-    works = [comm.all_reduce(torch.ones(10), async_op=True) for _ in range(400)]
-    sys.setswitchinterval(0.02)
-    loaded("cuda").stand_in_slow_queries(100)
-    before = time.monotonic()
-    while time.monotonic() < before + 0.5:  # the watchdog begins to look at them
-        comm.check()
-    loaded("nccl").stand_in_async_error(1)
-    with pytest.raises(NcclError):
-        while time.monotonic() < before + 20:
-            comm.check()
-    seconds = time.monotonic() - before
-    sys.setswitchinterval(0.005)
-    loaded("cuda").stand_in_hold_events(0)
-    del works
-    return seconds
-
-
-def test_the_watchdog_takes_the_gil_once_for_all_events():
-    (seconds,) = stand_in_values(1, _keep_the_gil_from_the_watchdog)
-    assert seconds < SOON
 
 
 # What a collective takes beside NCCL

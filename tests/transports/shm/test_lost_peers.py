@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import threading
 import time
 from pathlib import Path
 
@@ -51,28 +50,6 @@ def test_a_killed_peer_is_named_within_a_second(collective):
     outcomes = fresh_ranks(3, _lose_a_peer, collective, "killed")
     assert_told_of_the_loss(outcomes, "died", "gave up on")
     assert outcomes[-1].exitcode == -signal.SIGKILL
-
-
-def _lose_a_peer_at_any_moment(place, numel, delay):
-    comm = communicator(place)
-    tensors = [comm.empty(numel, dtype=torch.float32).zero_(), torch.zeros(numel)]
-    comm.barrier()
-    if place.rank == place.world_size - 1:
-        threading.Timer(delay, leave, (place, comm, "killed")).start()
-    while True:
-        try:
-            for tensor in tensors:
-                comm.all_reduce(tensor)
-        except PeerLostError as error:
-            return str(error), *left(place)
-
-
-@pytest.mark.parametrize("numel", [100, 10_000, 2_000_000])
-@pytest.mark.parametrize("delay", [0.1, 0.1314, 0.1777])
-def test_a_peer_may_be_killed_at_any_moment(numel, delay):
-    assert_told_of_the_loss(
-        fresh_ranks(3, _lose_a_peer_at_any_moment, numel, delay), "died", "gave up on"
-    )
 
 
 def _abort_after_the_result(place):

@@ -43,16 +43,6 @@ def test_memory_goes_back_with_the_last_tensor_that_uses_it(comm):
     assert _shared_memory_bytes() - before < 4 * 2**20
 
 
-@on_ranks(2)
-def test_comm_empty_memory_of_many_sizes_is_used_again(comm):
-    addresses = set()
-    for i in range(200):
-        tensor = comm.empty(1000 + i % 7 * 5000, dtype=torch.float32)
-        addresses.add(tensor.data_ptr())
-        check_all_reduce(comm, 2000, where="comm.empty")
-    assert len(addresses) < 20
-
-
 @on_ranks(2, 3)
 def test_ranks_may_take_their_tensors_from_different_places_in_memory(comm):
     held = [
@@ -72,7 +62,7 @@ def test_a_communicator_that_could_not_be_made_closes_nothing():
 def test_tensors_are_apart_in_memory_however_they_come_and_go(tmp_path):
     with fastcomm.init(init_method=f"file://{tmp_path}/store", rank=0, world_size=1) as comm:
         alive = []
-        for i in range(300):
+        for i in range(100):
             tensor = comm.empty(1 + 997 * (i % 7) ** 4, dtype=torch.float32).fill_(i)
             cycle = [tensor]
             cycle.append(cycle)  # goes when Python collects it, at any time

@@ -12,14 +12,14 @@ from tests.support.ranks import on_ranks
 from tests.support.reference import DTYPES, PLACES
 
 # As in kernels/shm/core.h: the most that travels in a mailbox, and among two ranks in one hop
-# (twice as much where ranks share cores, as three and four mostly do here);
+# (twice as much where ranks share cores, as three mostly do here);
 # what an all_reduce takes of a staging slot, and the slot.
 MAILBOX_NBYTES, ONE_HOP_NBYTES, CHUNK_NBYTES, SLOT_NBYTES = 512, 4096, 2**16, 2**18
 
 
 @pytest.mark.parametrize("where", PLACES)
 @pytest.mark.parametrize("collective", CHECKS)
-@on_ranks(2, 3, 4)
+@on_ranks(2, 3)
 def test_a_collective_of_any_size_gives_what_it_should(comm, collective, where):
     """The way through memory depends on the number of bytes alone; contract/test_results.py has
     every dtype with every operation, and test_core.py the arithmetic.
