@@ -243,13 +243,6 @@ def test_a_process_that_was_gone_before_is_an_error_at_once() -> None:
         Watchdog(Communicator(child.pid), Notes(), 60, (0, 1), whereabouts)
 
 
-def test_a_watchdog_that_was_stopped_keeps_no_descriptor() -> None:
-    before = len(os.listdir("/proc/self/fd"))
-    with watching(Communicator(os.getpid()), Notes(), (0, 1)):
-        assert len(os.listdir("/proc/self/fd")) == before + 1
-    assert len(os.listdir("/proc/self/fd")) == before
-
-
 # Notes
 
 
@@ -447,26 +440,6 @@ def test_256_ranks_ask_as_little_when_their_hosts_run_ahead(
     assert all(comm.failure is None for comm in world.comms)
 
 
-def test_a_closing_is_read_once_by_each_of_256_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    world = World(monkeypatch)
-    world.requests_in(1)
-    idle = world.requests_in(2)
-    for rank in range(WORLD_SIZE // 2):
-        watchdog.leave_closing(world.notes, rank, 0, 10**6)  # having launched what others wait for
-    others = range(WORLD_SIZE // 2, WORLD_SIZE)
-    world.notes.n_of.clear()
-    world.requests_in(2, 1.0, others)
-    assert sum(n for key, n in world.notes.n_of.items() if key.startswith("closed")) <= (
-        2 * len(others)  # the first one alone
-    )
-    world.notes.n_of.clear()
-    world.requests_in(2, 3.0, others)
-    by_note = [n for key, n in world.notes.n_of.items() if key.startswith("closed")]
-    assert max(by_note) <= 10 * len(others)  # the note that is not there is looked for
-    assert sorted(by_note)[-2] == 2 * len(others)
-    assert world.notes.n <= 20 * idle
-
-
 def test_256_ranks_that_time_out_are_asked_about_once(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(monkeypatch)
     world.requests_in(1, 3.0)
@@ -502,18 +475,3 @@ def test_a_damaged_note_is_a_failure_or_is_ignored(key, data):
     says = str(comm.failure)
     is_named = " cannot be read: " in says
     assert is_named or "of another rank" in says or key != "abandoned/0", says
-
-
-def test_a_note_of_a_failure_that_cannot_be_read_is_one_all_the_same():
-    failure = failure_of(Communicator(), Notes({"failure": "[]", "news": "1"}))
-    assert str(failure).startswith("the note of a failure cannot be read: it has []")
-
-
-def test_ranks_that_have_closed_twice_do_not_hold_up_the_watchdog():
-    notes = Notes({"closed/0": "[0, 0, 9]", "closed/1": "[0, 0, 9]", "news": "1"})
-    comm = waiting(age=3)
-    with watching(comm, notes):
-        wait_until(lambda: comm.failure is not None, within=0.1)
-        leave_note(notes, "failure", failure_note(MismatchError("of another rank")))
-        wait_until(lambda: comm.failure is not None)
-    assert "of another rank" in str(comm.failure)

@@ -90,20 +90,6 @@ def test_nothing_is_told_once_a_graph_was_captured(n_more):
     assert stand_in_values(2, _capture_a_round, n_before) == 2 * [([], sys.maxsize, False)]
 
 
-def _begin_anew_while_measured(place):
-    steps = _Steps(place)
-    steps.make(stragglers.FIRST_ROUNDS)
-    before = steps.reducer.core.stragglers.phases.is_measured
-    steps.reducer.core.stragglers.begin(steps.reducer.n_rounds)
-    after = steps.reducer.core.stragglers.phases.is_measured
-    steps.end()
-    return before, after
-
-
-def test_what_was_measured_before_the_ranks_begin_anew_is_forgotten():
-    assert stand_in_values(2, _begin_anew_while_measured) == 2 * [(True, False)]
-
-
 def _measure_with_events_held(place):
     steps = _Steps(place)
     steps.make(2 * stragglers.FIRST_ROUNDS - 1)
@@ -119,19 +105,6 @@ def _measure_with_events_held(place):
 def test_a_mark_that_is_not_reached_yet_makes_no_time():
     for spent in stand_in_values(2, _measure_with_events_held):
         assert any(map(math.isnan, spent)), spent
-
-
-def _measure_where_no_mark_can_be_made(place):
-    steps = _Steps(place)
-    steps.make(stragglers.FIRST_ROUNDS)
-    with failing("cuEventRecord", 719):
-        mark = steps.reducer.comm.mark()
-    steps.end()
-    return mark
-
-
-def test_a_mark_that_cannot_be_made_is_none():
-    assert stand_in_values(1, _measure_where_no_mark_can_be_made) == [None]
 
 
 def test_marks_have_an_end():

@@ -121,13 +121,6 @@ def test_an_arrow_leads_from_the_gradient_that_filled_a_bucket_to_the_bucket():
     assert arrows == [("s", 3000), ("f", 3000)]
 
 
-def test_the_picture_is_written(tmp_path):
-    steps = (_step(), _step(late_ms=1))
-    showing.plot(_joined(*steps), steps, tmp_path / "timeline.svg")
-    text = (tmp_path / "timeline.svg").read_text()
-    assert "round 1" in text and "exposed" in text
-
-
 @pytest.mark.parametrize("show", ["rich", "matplotlib"])
 def test_what_is_missing_is_said_in_one_sentence(show, monkeypatch):
     monkeypatch.setitem(sys.modules, show, None)

@@ -15,7 +15,6 @@ import torch
 
 import fastcomm
 from fastcomm import FastcommError
-from fastcomm.insight.joined import offsets_to_rank_0
 from tests.support.models import backward, mlp
 from tests.support.ranks import on_ranks
 from tests.support.transports import EVERY_TRANSPORT
@@ -116,19 +115,6 @@ def test_what_was_accumulated_is_a_step_of_its_own(comm):
     assert accumulated.number == 0 and accumulated.exposed_ns == accumulated.optimizer_ns == 0
     assert accumulated.forward_ns > 0 and accumulated.backward_ns > 0
     assert reduced.number == 2 and reduced.optimizer_ns > 0
-
-
-@on_cpu
-@on_ranks(2)
-def test_backwards_under_no_sync_are_told_apart_without_a_forward(comm):
-    model = mlp()
-    reducer = fastcomm.Reducer(comm).attach(model.named_parameters())
-    timeline = reducer.timeline()
-    with reducer.no_sync():
-        backward(model, comm.rank, 1)
-        backward(model, comm.rank, 2)
-    assert _kinds(timeline) == ["accumulated"] * 2
-    assert all(step.forward_begin == 0 and all(step.ready) for step in timeline.steps())
 
 
 @on_cpu
@@ -313,10 +299,3 @@ def test_a_timeline_without_a_round_says_so(comm):
     assert "no step yet" in timeline.summary()
     with pytest.raises(ValueError, match="nothing to plot"):
         timeline.plot("nowhere.png")
-
-
-@pytest.mark.transports("hierarchical")
-@on_ranks(2)
-def test_clocks_that_are_one_are_found_to_be_close(comm):
-    first, second = offsets_to_rank_0(comm, ["one host", "another"], "the test")
-    assert first == 0 and abs(second) < 50e6

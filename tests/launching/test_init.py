@@ -30,9 +30,6 @@ def _describe(comm):
     return comm.rank, comm.world_size, comm.local_rank, str(comm.device), comm.backend
 
 
-DESCRIPTIONS = [(0, 2, 0, "cpu", "shm"), (1, 2, 1, "cpu", "shm")]
-
-
 def _init_from_environment(place):
     with fastcomm.init() as comm:
         return _describe(comm)
@@ -89,16 +86,6 @@ def test_a_rank_s_device_is_that_of_its_local_rank_or_the_only_one(
 
 def test_a_device_that_is_named_becomes_current(monkeypatch):
     assert _init_on_cuda(monkeypatch, 8, "3", device="cuda:5") == ("cuda:5", ["cuda:5"])
-
-
-def _init_at(place, init_method):
-    with fastcomm.init(init_method=init_method, rank=place.rank, world_size=2) as comm:
-        return _describe(comm)
-
-
-def test_init_over_tcp():
-    place = f"tcp://127.0.0.1:{torchrun_env(2)[0]['MASTER_PORT']}"
-    assert outcomes_of(2, _init_at, place) == DESCRIPTIONS
 
 
 def _split_two_of_one_group(place):

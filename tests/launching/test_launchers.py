@@ -11,7 +11,6 @@ import sys
 from datetime import timedelta
 
 import pytest
-import torch.distributed as dist
 
 import fastcomm
 from fastcomm import InitError
@@ -162,20 +161,6 @@ def test_one_rank_in_a_batch_script_of_slurms_asks_it_for_nothing(bare):
         assert (comm.rank, comm.local_rank) == (0, 0)
 
 
-def _describe_worker_of_ray(place):
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    dist.init_process_group("fastcomm", init_method="env://", rank=place.rank, world_size=2)
-    described = _describe(place)
-    dist.destroy_process_group()
-    return described
-
-
-def test_workers_of_ray_have_a_group_at_the_same_meeting_point():
-    """What Ray Train does before a worker's loop, as ci/launchers.sh has it do."""
-    outcomes = fresh_ranks(2, _describe_worker_of_ray, env=torchrun_env(2))
-    assert values_of(outcomes) == [(0, 2, 0, "shm"), (1, 2, 1, "shm")]
-
-
 def _describe_told_its_rank(place):
     with fastcomm.init(rank=place.rank) as comm:
         return comm.rank, comm.world_size
@@ -228,21 +213,6 @@ def test_a_step_of_slurm_meets_on_its_own_first_host(bare):
     assert launchers.meeting_point(launchers.launcher(), 2) == "tcp://gpu3-ib:19567"
     bare.setenv("MASTER_PORT", "4321")
     assert launchers.meeting_point(launchers.launcher(), 2) == "tcp://gpu3-ib:4321"
-
-
-@pytest.mark.parametrize(
-    "hosts, first",
-    [
-        ("node1", "node1"),
-        ("node1,node2", "node1"),
-        ("node[03-07,9],login", "node03"),
-        ("node[7],x", "node7"),
-        ("gpu[12,14]-ib", "gpu12-ib"),
-        ("rack[1-2]n[03-4]", "rack1n03"),
-    ],
-)
-def test_the_first_host_of_a_list_of_slurms(hosts, first):
-    assert launchers.first_host(hosts) == first
 
 
 # Without the rest of fastcomm, which would import torch.

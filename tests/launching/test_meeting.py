@@ -78,23 +78,6 @@ def test_an_attempt_of_torchrun_does_not_meet_what_an_earlier_one_has_left(monke
     assert not parts[1].check(["1/0"])
 
 
-def test_communicators_of_one_process_do_not_meet_at_one_place():
-    store = HashStore()
-    first, second = (_enter_part(store)[0] for _ in range(2))
-    first.set("1/0", "a value of rank 0's")
-    assert not second.check(["1/0"])
-
-
-def test_a_process_that_comes_after_all_have_met_finds_a_place_of_its_own(monkeypatch):
-    store = HashStore()
-    part, pass_on = _enter_part(store)
-    met = bootstrap.StoreBootstrap(part, 0, 1, timedelta(seconds=9), pass_on=pass_on)
-    assert met.exchange("a value", str) == ["a value"]
-    assert part.check(["1/0"])
-    monkeypatch.setattr(bootstrap, "_PROCESS", "another one")
-    assert not _enter_part(store)[0].check(["1/0"])
-
-
 def test_a_process_that_died_while_it_waited_does_not_keep_its_rank_from_the_next(monkeypatch):
     store = HashStore()
     point = bootstrap.MeetingPoint(urlparse("env://"), store)

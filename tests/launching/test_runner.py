@@ -2,30 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import os
 import re
-import resource
 import signal
 import subprocess
 import sys
 import threading
 import types
-from datetime import timedelta
 from importlib import util
-from urllib.parse import urlparse
 
 import pytest
 import torch
-from torch.distributed import HashStore
 
 import fastcomm
 from fastcomm import FastcommError
 from fastcomm.launching import runner
-from fastcomm.launching.bootstrap import MeetingPoint
-from fastcomm.launching.processes import Ended
-from fastcomm.launching.runner import Raised
 from tests.support.forked_python import fork_python, python
 from tests.support.outcomes import Outcome, values_of
 from tests.support.ranks import fresh_ranks
@@ -295,18 +286,6 @@ def test_all_are_ended_when_more_are_lost_than_are_replaced(tmp_path):
     assert last == "no process takes its place: --replace allows no more"
 
 
-def test_processes_that_replace_all_ranks_are_waited_for_while_they_meet(tmp_path):
-    """They wait for each other, and not for ranks that have ended."""
-    store = HashStore()
-    point = MeetingPoint(urlparse("env://"), store)
-    point.bootstrap(0, 1, timedelta(seconds=5))
-    assert not runner._are_over({0}, {0}, point, tmp_path)
-    (tmp_path / "ended-1").touch()
-    assert runner._are_over({0}, {0}, point, tmp_path)
-    assert not runner._are_over({0}, set(), point, tmp_path)
-    assert runner._are_over(set(), set(), point, tmp_path)
-
-
 def test_a_script_that_does_not_go_on_is_named_where_ranks_are_replaced(tmp_path):
     done = _run_elastic(tmp_path, "plain")
     assert done.returncode == 1
@@ -336,27 +315,6 @@ def test_an_error_is_shown_and_known_at_the_end_as_under_python_itself(tmp_path)
         r"rank 0 \(pid \d+\) raised ValueError: out of luck\n",
         done.stderr,
     )
-
-
-def test_a_rank_that_the_launcher_has_ended_is_not_named():
-    """Rank 1 has waited in vain for another that has failed; then the launcher has ended rank 0."""
-    failures = {1: Ended(5, 1), 0: Ended(6, -signal.SIGTERM)}
-    raised = {1: Raised(0.0, True, 1, "rank 1 raised PeerLostError: rank 0 has closed")}
-    assert runner._first_failure(failures, raised, []).text == raised[1].text
-
-
-def test_a_rank_that_has_ended_before_another_failed_by_itself_is_not_named():
-    raised = {1: Raised(5.0, False, 1, "rank 1 raised ValueError")}
-    assert runner._first_failure({1: Ended(5, 1)}, raised, [0]).text == raised[1].text
-
-
-def test_the_first_of_several_causes_is_named():
-    raised = {
-        0: Raised(3.0, False, 1, "rank 0 raised ValueError"),
-        1: Raised(2.0, False, 9, "rank 1 ended with exit code 9"),
-        2: Raised(1.0, True, 1, "rank 2 raised PeerLostError"),
-    }
-    assert runner._first_failure({2: Ended(5, 1)}, raised, []) == (raised[1].text, 9)
 
 
 @pytest.mark.parametrize(
@@ -408,26 +366,6 @@ def test_a_script_that_is_not_there_starts_no_ranks(monkeypatch):
     monkeypatch.setattr(runner, "_start", pytest.fail)
     with pytest.raises(FastcommError, match=f"there is no script nosuch.py in {os.getcwd()}"):
         runner.run(["nosuch.py"], ranks=2)
-
-
-def _answer_without_room():
-    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
-
-
-def _launch_without_room(place):
-    fork_python()
-    with contextlib.redirect_stderr(io.StringIO()) as err:
-        with pytest.raises(FastcommError, match=r"rank 0 \(pid \d+\) ended with exit code 1"):
-            fastcomm.launch(_answer_without_room, ranks=1)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
-        with pytest.raises(FastcommError, match="File too large. Set TMPDIR to a folder"):
-            fastcomm.launch(_sum, 5, ranks=2)
-    return err.getvalue()
-
-
-def test_a_folder_without_room_is_named_with_the_variable_to_set():
-    (printed,) = values_of(fresh_ranks(1, _launch_without_room))
-    assert "The launcher is not told: [Errno 27] File too large. Set TMPDIR to a folder" in printed
 
 
 def test_what_cannot_be_sent_to_ranks_is_refused(monkeypatch):

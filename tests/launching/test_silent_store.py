@@ -156,20 +156,6 @@ def test_a_look_at_a_silent_store_is_short_and_the_last_for_a_while():
     assert second < ANSWER_S / 2
 
 
-def test_a_silent_store_is_asked_once(monkeypatch):
-    monkeypatch.setattr(asking, "ANSWER_S", 0.05)
-    answer = threading.Event()
-    store = HashStore()
-    asked = Asked(store, timedelta())
-    monkeypatch.setattr(Asked, "check", lambda self, _: self._ask(answer.wait), raising=False)
-    with pytest.raises(Silence, match="has not answered"):
-        asked.check(["key"])
-    answer.set()
-    with pytest.raises(Silence, match="has not answered"):
-        asked.set("key", "value")
-    assert not store.check(["key"])
-
-
 def test_what_a_store_raises_is_raised():
     store = HashStore()
     store.set_timeout(timedelta(milliseconds=1))
