@@ -12,8 +12,6 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-import torch
-from torch import nn
 
 from tests.support import namespaces
 from tests.support.forked_python import pythons
@@ -112,38 +110,6 @@ def test_each_contender_is_compared_at_its_best_size(bench: dict[str, ModuleType
     assert best["fastcomm"]["processor_of_ddp"] == 5
 
 
-def test_of_a_turn_the_rank_counts_that_took_most(bench: dict[str, ModuleType]) -> None:
-    ranks = [{"parts": [1, 2], "processor": 2}, {"parts": [0, 4], "processor": 1}]
-    assert bench["lab.paper"].slowest([[ranks]]) == [[[0, 4]]]
-    assert bench["lab.paper"].busiest([[ranks]]) == [[2]]
-
-
-def test_without_overlap_gradients_are_reduced_in_buckets(
-    bench: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The other of two ranks has gradients three times as large, so the mean is twice ours."""
-    paper, numels = bench["lab.paper"], []
-
-    class Done:
-        def wait(self) -> None:
-            pass
-
-    def all_reduce(flat: torch.Tensor, async_op: bool) -> Done:
-        numels.append(flat.numel())
-        flat.mul_(1 + 3)
-        return Done()
-
-    monkeypatch.setattr(paper.dist, "all_reduce", all_reduce)
-    monkeypatch.setattr(paper.dist, "get_world_size", lambda: 2)
-    parameters = [nn.Parameter(torch.zeros(n, 8)) for n in (1, 2, 3, 4)]
-    for number, parameter in enumerate(parameters):
-        parameter.grad = torch.full_like(parameter, float(number))
-    paper.reduce_gradients(parameters, 4 * 16 / paper.MIB)  # 16 elements
-    assert numels == [8 + 16, 24, 32]
-    for number, parameter in enumerate(parameters):
-        assert parameter.grad is not None and bool((parameter.grad == 2.0 * number).all())
-
-
 # What is refused
 
 
@@ -167,15 +133,3 @@ def test_what_makes_no_sense_is_refused(
     with pytest.raises(SystemExit, match="2"):
         bench["lab.paper"].main()
     assert words in capsys.readouterr().err
-
-
-def test_the_network_is_the_source_trees(
-    bench: dict[str, ModuleType],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.setattr(bench["lib.harness"], "namespaces", None)
-    monkeypatch.setattr(sys, "argv", ["paper.py", "fig7", "--wire", "network"])
-    assert bench["lab.paper"].main() == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert "source tree" in line

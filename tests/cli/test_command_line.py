@@ -157,22 +157,6 @@ def test_a_command_becomes_its_script_with_what_follows(
     assert replaced.value.command == [str(BENCH / command[0]), *command[1:]]
 
 
-def test_the_demo_runs_on_two_ranks(console: Console) -> None:
-    with pytest.raises(Replaced) as replaced:
-        console("demo", "--steps", "3")
-    assert replaced.value.command[:6] == ["-m", "fastcomm", "run", "--plain", "--ranks", "2"]
-    assert replaced.value.command[-2:] == ["--steps", "3"]
-
-
-def test_what_a_script_is_told_is_no_question_for_help(
-    console: Console, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ran = []
-    monkeypatch.setattr(command_line.runner, "run", lambda *arguments: ran.append(arguments))
-    status, _, _ = console("run", "train.py", "-h", "128")
-    assert status == 0 and ran == [(["train.py", "-h", "128"], None, None, 0, False)]
-
-
 @pytest.mark.parametrize(
     "arguments, words",
     [
@@ -206,12 +190,11 @@ def test_every_benchmark_has_a_help_and_can_draw(
     assert "usage: python -m fastcomm bench " in text and "python bench/" not in text
 
 
-@pytest.mark.parametrize("name", BENCHMARKS)
 @pytest.mark.parametrize("option", ["--plot", "--json", "--report"])
 def test_a_missing_folder_is_refused_before_anything_is_measured(
-    console: Console, bench: dict[str, ModuleType], name: str, option: str, tmp_path: Path
+    console: Console, bench: dict[str, ModuleType], option: str, tmp_path: Path
 ) -> None:
-    status, out, err = console(option, str(tmp_path / "nowhere" / "x.png"), of=bench[name])
+    status, out, err = console(option, str(tmp_path / "nowhere" / "x.png"), of=bench["step"])
     assert status == 2 and "nowhere is not a folder" in err and out == ""
 
 
