@@ -117,15 +117,6 @@ class Fail(_Compact):
 
 
 @dataclass(frozen=True, repr=False)
-class Interrupt(_Compact):
-    """A signal handler raises on one rank while it waits in backward for another one."""
-
-    routes: tuple[Route, ...]
-    rank: int
-    holder: int
-
-
-@dataclass(frozen=True, repr=False)
 class Weigh(_Compact):
     """A step from zero_grad() on in which each rank's gradients count by its weight. 0: not."""
 

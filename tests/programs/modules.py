@@ -168,19 +168,15 @@ class ProgramModel(nn.Module):
         return self.gain * error if route.gain or not self.trains(route) else error
 
 
-def stages(
-    model: ProgramModel, operation: Any, rank: int, number: int, watch: Any = None
-) -> Iterator[None]:
-    """Runs the backwards of an operation one after the other; yields after each. `watch` may wrap
-    a loss."""
+def stages(model: ProgramModel, operation: Any, rank: int, number: int) -> Iterator[None]:
+    """Runs the backwards of an operation one after the other; yields after each."""
     route = operation.routes[rank]
     how = operation.how if isinstance(operation, Backward) else "once"
     if how == "inputs":  # torch refuses reentrant checkpoints then; and some input must be used
         route = replace(route, gain=True, wrap="" if route.wrap == "reentrant" else route.wrap)
 
     def loss(draw: int = 0) -> Tensor:
-        value = model.loss(rank, 10 * number + draw, route)
-        return value if watch is None else watch(value)
+        return model.loss(rank, 10 * number + draw, route)
 
     if how == "twice":
         value = loss()

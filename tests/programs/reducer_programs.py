@@ -25,7 +25,6 @@ from tests.programs.data import (
     Fail,
     Freeze,
     Grow,
-    Interrupt,
     Layer,
     Leave,
     Look,
@@ -43,14 +42,12 @@ from tests.programs.data import (
     Weigh,
     ZeroGrad,
 )
-from tests.programs.interrupts import Interrupted, gate_of_ranks, interrupting
 from tests.programs.members import Members, members_of
 from tests.programs.modules import Act, OutOfLuck, ProgramModel, fail, stages, touch_gradient
 from tests.programs.oracle import LEARNING_RATE, Oracle
 from tests.support.bodies import finish_together
 from tests.support.skips import logged
 
-_MOST_UNDER_WAY = 16  # collectives over shared memory: SHM_RING
 # A few roundings of each, relative to the largest number that goes into a sum.
 _EPSILON = {"float64": 1e-12, "float32": 1e-5, "float16": 2**-10, "bfloat16": 2**-7}
 # Ranks multiply float32 numbers in an order of their own, in which a product may fall below the
@@ -256,25 +253,6 @@ class _Run:
                 raise
         else:
             raise AssertionError("this rank has not heard that the step failed on another one")
-
-    def interrupt(self, operation: Interrupt, number: int) -> None:
-        gate = gate_of_ranks()
-        step = Backward(operation.routes)
-        for _ in self.oracle.backwards(step, number):
-            pass
-        rank = self.comm.rank
-        # else a launch would wait for the holder before the end of backward
-        is_held = len(self.reducer.core.buckets) <= _MOST_UNDER_WAY
-        if is_held and rank == operation.rank:
-            with interrupting(gate) as watch, contextlib.suppress(Interrupted):
-                for _ in stages(self.model, step, rank, number, watch):
-                    raise AssertionError("backward swallowed what the signal handler raised")
-        else:
-            if is_held and rank == operation.holder:
-                gate.read_bytes()  # until the handler opens it
-            for _ in stages(self.model, step, rank, number):
-                pass
-        self._reduce_oracle()
 
     def weigh(self, operation: Weigh, number: int) -> None:
         self.zero_grad(ZeroGrad(), number)
@@ -492,7 +470,6 @@ class _Run:
 _PERFORM: dict[type, Callable[[_Run, Any, int], None]] = {
     Backward: _Run.backward,
     Fail: _Run.fail,
-    Interrupt: _Run.interrupt,
     Weigh: _Run.weigh,
     Vote: _Run.vote,
     Reduce: _Run.reduce,

@@ -22,7 +22,6 @@ from tests.programs.data import (
     Fail,
     Freeze,
     Grow,
-    Interrupt,
     Layer,
     Leave,
     Look,
@@ -180,12 +179,6 @@ def _collectives(n: int) -> st.SearchStrategy[Collective]:
     return st.builds(Collective, kinds, st.sampled_from([0, 1, 65, 3000]), st.integers(0, n - 1))
 
 
-def interrupts(n: int) -> st.SearchStrategy[Interrupt]:
-    pairs = [(rank, holder) for rank in range(n) for holder in range(n) if rank != holder]
-    pair = st.sampled_from(pairs)
-    return st.tuples(routes(n), pair).map(lambda drawn: Interrupt(drawn[0], *drawn[1]))
-
-
 def weighings(n: int) -> st.SearchStrategy[Weigh]:
     weight = st.sampled_from([0, 0.5, 1, 1, 3, 100])
     return st.builds(Weigh, routes(n), st.tuples(*[weight] * n))
@@ -217,8 +210,6 @@ def sequences(n: int, transport: str, has_buffers: bool) -> st.SearchStrategy[li
     ]
     touches = st.lists(_touch, max_size=4).map(tuple)
     by_weight.append((3, st.builds(Reduce, st.tuples(*[touches] * n))))
-    if transport != "nccl" and n > 1:  # over NCCL the host does not wait
-        by_weight.append((1, interrupts(n)))
     singles = [(weight, single.map(lambda one: [one])) for weight, single in by_weight]
     unsynced, synced = st.builds(Backward, routes(n), is_synced=st.just(False)), backwards(n)
     accumulation = st.tuples(unsynced, synced).map(list)
