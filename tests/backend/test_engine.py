@@ -293,28 +293,11 @@ def test_wait_tensor_waits_for_a_collective_under_way_where_torch_is_told_so(com
 # ---- what the transports do not have ----
 
 
-@on_ranks(2, 3)
-def test_reduce_gather_scatter_and_all_to_all_work(comm):
+@on_ranks(3)
+def test_all_to_all_takes_parts_of_different_sizes(comm):
     world()
-    n = comm.world_size
-    total = values(comm)
-    dist.all_reduce(total)
-    tensor = values(comm)
-    dist.reduce(tensor, 1)
-    assert comm.rank != 1 or torch.equal(tensor, total)
-    parts = [torch.zeros(12) for _ in range(n)] if comm.rank == 0 else None
-    dist.gather(values(comm), parts, 0)
-    assert parts is None or torch.equal(torch.stack(parts).sum(0), total)
-    part = torch.zeros(2)
-    dist.scatter(part, list(torch.arange(2.0 * n).view(n, 2)) if comm.rank == 0 else None, 0)
-    assert torch.equal(part, torch.arange(2.0 * n).view(n, 2)[comm.rank])
-    out = torch.zeros(n)
-    dist.all_to_all_single(out, torch.full((n,), float(comm.rank)))
-    assert torch.equal(out, torch.arange(float(n)))
-    out = torch.zeros(n * (comm.rank + 1))
-    dist.all_to_all_single(
-        out, torch.ones(n * (n + 1) // 2), [comm.rank + 1] * n, list(range(1, n + 1))
-    )
+    out = torch.zeros(3 * (comm.rank + 1))
+    dist.all_to_all_single(out, torch.ones(6), [comm.rank + 1] * 3, [1, 2, 3])
     assert bool(out.all())
 
 

@@ -9,7 +9,6 @@ import ctypes
 import functools
 import sys
 import time
-import weakref
 from pathlib import Path
 
 import pytest
@@ -55,9 +54,6 @@ def _end_the_script(all_reduce, send, path, how):
     call = _noting(path, all_reduce)
     if how == "__del__":
         _of_script.append(_Global(call))
-    elif how == "weakref":
-        _of_script.append(_Global(int))  # goes before what stands in front of it
-        _of_script.insert(0, weakref.ref(_of_script[0], call))
     elif how == "atexit":
         atexit.register(call)
     elif how == "pending" and path.name == "0":
@@ -89,7 +85,7 @@ def _end_with_the_backend(place, folder, how):
 
 def _assert_ended(outcomes, folder: Path, how: str) -> None:
     assert [outcome.exitcode for outcome in outcomes] == [EXIT_CODE] * len(outcomes), outcomes
-    if how in ("__del__", "weakref"):
+    if how == "__del__":
         assert "its process comes to its end" in (folder / "0").read_text()
     if how == "atexit":
         assert (folder / "0").read_text() == "done"
@@ -98,7 +94,7 @@ def _assert_ended(outcomes, folder: Path, how: str) -> None:
 CASES = [
     (transport, how)
     for transport in EVERY_TRANSPORT
-    for how in ("__del__", "weakref", "atexit", "pending", "message")
+    for how in ("__del__", "atexit", "pending", "message")
     # NCCL's stand-in carries a collective out in the call
     if (transport, how) != ("nccl", "pending")
 ]

@@ -8,11 +8,9 @@ import time
 from datetime import timedelta
 
 import torch
-import torch.distributed as dist
 
 from fastcomm import FastcommError, InitError, TimeoutError
 from tests.contract import new_ranks
-from tests.support import process_groups
 from tests.support.bodies import communicator, note, noted, raised, wait_for_note
 from tests.support.outcomes import values_of
 from tests.support.ranks import fresh_ranks
@@ -54,18 +52,6 @@ def _reduce_in_a_suspended_job(place):
 @over(2)
 def test_a_suspended_job_goes_on(transport, world_size):
     values_of(new_ranks(transport, world_size, _reduce_in_a_suspended_job))
-
-
-def _reduce_by_the_backend_in_a_suspended_job(place):
-    process_groups.start(place, TIMEOUT)
-    dist.barrier()
-    _suspend(0, 1, place=place)
-    dist.all_reduce(tensor := torch.ones(70_000))
-    assert bool((tensor == 2).all())
-
-
-def test_a_suspended_job_goes_on_over_the_backend():
-    values_of(fresh_ranks(2, _reduce_by_the_backend_in_a_suspended_job))
 
 
 def _miss_a_rank(place, what):
