@@ -12,7 +12,6 @@ UNREDUCED = "tests/reducer/test_unreduced.py"
 UNREDUCED_TESTS = (UNREDUCED,)
 
 DEFECTS = "tests/reducer/test_defects.py"
-ROUNDS = "tests/reducer/test_rounds.py"
 
 MUTATIONS = (
     Mutation(
@@ -37,7 +36,7 @@ MUTATIONS = (
         within="Round._settle_or_drop",
         old="return State.SKIPPED",
         new="return State.SETTLED",
-        tests=(ROUNDS,),
+        tests=("tests/reducer/features/test_skips.py",),
     ),
     Mutation(
         name="reducer: a spent gradient may be written to",

@@ -13,7 +13,9 @@ from tests.support.models import (
     SMALL_BUCKETS,
     assert_gradients,
     assert_same_parameters,
+    attached,
     backward,
+    check_backward,
     convnet,
     gradients,
     image_backward,
@@ -229,10 +231,7 @@ def test_an_exception_that_leaves_the_block_ends_it(comm):
     reducer.refresh()
     with pytest.raises(FastcommError, match="was made without a backward"):
         optimizer.step()  # with gradients of its own, which no rank has any more use for
-    optimizer.zero_grad()
-    expected = mean_gradients(model, 2, backward)
-    backward(model, comm.rank)
-    assert_gradients(model, expected)
+    check_backward(comm, model)
     optimizer.step()
     reducer.check_in_sync()
 
@@ -257,8 +256,7 @@ def test_parameters_loaded_after_diloco_has_copied_them_are_refused(comm):
 
 @on_ranks(2)
 def test_a_parameter_that_is_frozen_midway_asks_for_another_local_sgd(comm):
-    model = mlp()
-    reducer = fastcomm.Reducer(comm).attach(model)
+    model, reducer, _ = attached(comm)
     syncs = fastcomm.LocalSGD(reducer, every=2)
     model[0].requires_grad_(False)
     optimizer = torch.optim.SGD(model[2:].parameters(), lr=0.1)

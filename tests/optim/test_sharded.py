@@ -36,14 +36,6 @@ def test_the_parameters_are_those_of_the_plain_optimizer(comm, name):
     Pair(comm, mlp(), kind, options, bucket_cap_mb=0.001).train()
 
 
-@every_transport
-@on_ranks(3)
-def test_on_every_transport(comm, buckets):
-    pair = Pair(comm, mlp(), torch.optim.AdamW, {"lr": 0.01}, **buckets)
-    pair.train()
-    assert all(p.grad is None for p in pair.models[1].parameters())
-
-
 @on_ranks(4)
 def test_a_rank_may_have_no_share(comm):
     model = nn.Linear(2, 3, bias=False)

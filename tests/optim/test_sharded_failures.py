@@ -7,7 +7,6 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
-import weakref
 from collections import defaultdict
 from typing import Any
 
@@ -18,7 +17,7 @@ from torch import nn
 import fastcomm
 from fastcomm import AbandonedError, FastcommError, MismatchError
 from tests.support.bodies import hear_of_it
-from tests.support.models import Heads, backward, loss_of, mlp
+from tests.support.models import Heads, attached, backward, loss_of, mlp
 from tests.support.ranks import on_ranks
 from tests.support.sharded_pairs import STEPS, Pair
 from tests.support.transports import EVERY_TRANSPORT
@@ -74,8 +73,7 @@ def test_another_optimizer_is_refused(comm):
 
 @on_ranks(2)
 def test_after_the_optimizer_is_gone(comm):
-    model = mlp()
-    reducer = fastcomm.Reducer(comm).attach(model)
+    model, reducer, _ = attached(comm)
     optimizer = fastcomm.ShardedOptimizer(reducer, torch.optim.SGD, lr=0.1)
     del optimizer
     gc.collect()
@@ -100,16 +98,6 @@ def test_after_detach(comm):
         pair.reducers[1].attach(pair.models[1]), torch.optim.SGD, lr=0.1
     )
     pair.train(first=STEPS)
-
-
-@on_ranks(2)
-def test_nothing_is_kept_alive(comm):
-    pair = Pair(comm, mlp(), torch.optim.AdamW, {"lr": 0.01})
-    pair.train()
-    models = [weakref.ref(model[0]) for model in pair.models]
-    del pair
-    gc.collect()
-    assert [model() for model in models] == [None, None]
 
 
 @on_ranks(2)
@@ -297,30 +285,6 @@ def test_the_state_is_there_after_a_refresh_that_failed(comm):
 
 
 @on_ranks(2)
-def test_a_refresh_with_a_parameter_that_one_rank_gives_to_no_group(comm):
-    pair = Pair(comm, mlp(), torch.optim.AdamW, {"lr": 0.01})
-    pair.train()
-    more = nn.Linear(4, 4, bias=False)
-    for model, optimizer in zip(pair.models, pair.optimizers, strict=True):
-        model.add_module("more", copy.deepcopy(more))
-        if optimizer is pair.plain or comm.rank == 0:
-            optimizer.add_param_group({"params": [model.more.weight], "lr": 0.1})
-    pair.reducers[0].refresh()
-    with pytest.raises(
-        FastcommError if comm.rank == 0 else ValueError,
-        match=r"parameter more\.weight is in no group of the ShardedOptimizer",
-    ):
-        pair.reducers[1].refresh()
-    with pytest.raises(FastcommError, match=r"refresh\(\) failed: call it again"):
-        backward(pair.models[1], comm.rank)
-    pair.models[1].zero_grad()
-    if comm.rank == 1:
-        pair.sharded.add_param_group({"params": [pair.models[1].more.weight], "lr": 0.1})
-    pair.reducers[1].refresh()
-    pair.train(first=STEPS)
-
-
-@on_ranks(2)
 def test_a_class_that_raises_on_one_rank(comm):
     class Breaks(torch.optim.AdamW):
         fails = ""
@@ -387,8 +351,7 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
 
 @on_ranks(2)
 def test_what_cannot_be_sharded_is_refused(comm):
-    model = mlp()
-    reducer = fastcomm.Reducer(comm).attach(model)
+    model, reducer, _ = attached(comm)
     for kind, options, match in REFUSED:
         with pytest.raises((ValueError, TypeError), match=match):
             fastcomm.ShardedOptimizer(reducer, kind, **options)
@@ -430,8 +393,7 @@ def test_parameters_in_the_same_memory_are_refused(comm):
 
 @on_ranks(2)
 def test_ranks_that_disagree(comm):
-    model = mlp()
-    reducer = fastcomm.Reducer(comm).attach(model)
+    model, reducer, _ = attached(comm)
     lr = 0.1 + comm.rank / 2**20
     for tried in (lr, torch.tensor(lr)):
         with pytest.raises(MismatchError, match=r"different optimizers: lr of group 0 is 0\.1"):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import gc
 import re
 import time
 
@@ -22,10 +21,11 @@ from tests.support.models import (
     SMALL_BUCKETS,
     assert_gradients,
     assert_same_parameters,
+    attached,
     backward,
+    check_backward,
     gradients,
     loss_of,
-    mean_gradients,
     mlp,
     replica_of,
 )
@@ -42,8 +42,7 @@ every_transport = pytest.mark.transports(*EVERY_TRANSPORT)
 
 @on_ranks(2)
 def test_steps_of_several_optimizers_count_as_one(comm):
-    model = mlp()
-    reducer = fastcomm.Reducer(comm).attach(model)
+    model, reducer, _ = attached(comm)
     first, last = adamw(model[0]), adamw(model[2:])
     reducer.skip_step()  # of the steps of all ranks
     reducer.synchronize()
@@ -125,8 +124,7 @@ def test_what_was_made_alone_is_no_accumulation_afterwards(comm, every):
 
 @on_ranks(2)
 def test_norms_and_clipping_are_of_own_gradients_of_any_origin(comm):
-    model = mlp()
-    reducer = fastcomm.Reducer(comm).attach(model)
+    model, reducer, _ = attached(comm)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     with fastcomm.LocalSGD(reducer, every=2):
         for parameter in model.parameters():  # by hand
@@ -144,8 +142,7 @@ def test_norms_and_clipping_are_of_own_gradients_of_any_origin(comm):
 
 @on_ranks(2)
 def test_what_needs_reduced_gradients_is_refused_meanwhile(comm):
-    model = mlp()
-    reducer = fastcomm.Reducer(comm).attach(model)
+    model, reducer, _ = attached(comm)
     syncs = fastcomm.LocalSGD(reducer, every=2)
     reducer.check_in_sync()
     for call in (reducer.reduce, reducer.refresh, lambda: reducer.set_weight(1)):
@@ -197,8 +194,7 @@ def test_reducers_and_numbers_that_are_refused(comm):
     refused("lr of .* is 0.5 on rank 0 and 1.5", error=MismatchError, lr=0.5 + comm.rank)
     with pytest.raises(TypeError, match=r"LocalSGD\(\) takes a Reducer"):
         local(mlp(), every=2)
-    model = mlp()
-    reducer = fastcomm.Reducer(comm).attach(model)
+    model, reducer, _ = attached(comm)
     with reducer.no_sync(), pytest.raises(ValueError, match="between two steps"):
         local(reducer, every=2)
     weighted_model = mlp()
@@ -215,15 +211,6 @@ def test_reducers_and_numbers_that_are_refused(comm):
     with pytest.raises(ValueError, match="cannot be combined with ShardedOptimizer"):
         local(reducer, every=2)
     del optimizer
-
-
-@on_ranks(2)
-def test_ranks_do_not_begin_to_step_alone_inside_a_join(comm):
-    gc.collect()  # a join() is of all reducers that are alive
-    model = mlp()
-    reducer = fastcomm.Reducer(comm).attach(model)
-    with reducer.join(), pytest.raises(ValueError, match=r"cannot be combined with join\(\)"):
-        fastcomm.LocalSGD(reducer, every=2)
 
 
 @every_transport
@@ -270,8 +257,7 @@ def test_a_state_that_differs_between_ranks_is_refused_on_all(comm):
 @pytest.mark.transports("shm", "group", "hierarchical")
 @on_ranks(2)
 def test_a_state_that_one_rank_alone_loads_is_an_error_on_both(comm):
-    model = mlp()
-    reducer = fastcomm.Reducer(comm).attach(model)
+    model, reducer, _ = attached(comm)
     syncs = fastcomm.LocalSGD(reducer, every=1)
     with pytest.raises(MismatchError) as caught:
         if comm.rank == 0:
@@ -333,8 +319,11 @@ def _pause_behind(compare, comm, standing):
     return found
 
 
-@every_transport
-@pytest.mark.parametrize("pauses", [False, True])
+@pytest.mark.parametrize(
+    "transport, pauses",
+    [*((name, False) for name in EVERY_TRANSPORT), ("nccl", True)],
+    indirect=["transport"],
+)
 @on_ranks(2)
 def test_a_sync_that_fails_changes_nothing(comm, pauses):
     model, reducer, optimizer = training(comm, sgd, **SMALL_BUCKETS)
@@ -385,10 +374,7 @@ def test_a_reducer_that_is_detached_takes_its_syncs_along(comm):
         syncs.sync()
     reducer.attach(model)
     reducer.check_in_sync()
-    expected = mean_gradients(model, 2, backward)
-    optimizer.zero_grad()
-    backward(model, comm.rank)
-    assert_gradients(model, expected)
+    check_backward(comm, model)
 
 
 @on_ranks(2)

@@ -21,6 +21,7 @@ from tests.support.models import (
     attached,
     backward,
     batch,
+    check_backward,
     check_gradients,
     mean_gradients,
     mlp,
@@ -64,26 +65,7 @@ def test_gradients_under_reentrant_checkpointing_are_the_mean_though_a_parameter
     )
 
 
-# Other ways through autograd
-
-
 # Gradients the user handles
-
-
-@on_ranks(2)
-def test_gradients_may_be_set_to_none_on_one_rank(comm, buckets):
-    def run(model, rank):
-        backward(model, rank, 0)
-        if rank == 0:
-            model.zero_grad()
-        backward(model, rank, 1)
-
-    model = mlp()
-    first = mean_gradients(model, comm.world_size, backward)
-    second = mean_gradients(model, comm.world_size, lambda model, rank: backward(model, rank, 1))
-    fastcomm.Reducer(comm, **buckets).attach(model)
-    run(model, comm.rank)
-    assert_gradients(model, [one / 2 + two for one, two in zip(first, second, strict=True)])
 
 
 @on_ranks(2)
@@ -117,7 +99,6 @@ def test_an_exception_on_one_rank_after_its_last_gradient_is_an_error_on_both(co
         F.mse_loss(model(Fail.apply(x.requires_grad_(), fails)), y).backward()
 
     model, _, _ = attached(comm, **buckets)
-    expected = mean_gradients(model, comm.world_size, backward)
     for _ in range(3):
         if comm.rank == late:
             time.sleep(0.1)
@@ -125,15 +106,12 @@ def test_an_exception_on_one_rank_after_its_last_gradient_is_an_error_on_both(co
             run(model, comm.rank, fails=comm.rank == 1)
             hear_of_it(comm)  # rank 0, if all its gradients were reduced before rank 1 failed
         assert isinstance(caught.value, fastcomm.FastcommError) == (comm.rank == 0), caught.value
-        model.zero_grad()
-        backward(model, comm.rank)
-        assert_gradients(model, expected)
+        check_backward(comm, model)
 
 
 @on_ranks(2)
 def test_an_exception_inside_a_reentrant_checkpoint_on_one_rank_is_an_error_on_both(comm, buckets):
     model, _, _ = attached(comm, **buckets)
-    expected = mean_gradients(model, comm.world_size, backward)
     x, _ = batch(comm.rank)
     with pytest.raises(RuntimeError) as caught:
         checkpoint(
@@ -142,20 +120,15 @@ def test_an_exception_inside_a_reentrant_checkpoint_on_one_rank_is_an_error_on_b
             use_reentrant=True,
         ).sum().backward()
     assert isinstance(caught.value, fastcomm.FastcommError) == (comm.rank == 0), caught.value
-    model.zero_grad()
-    backward(model, comm.rank)
-    assert_gradients(model, expected)
+    check_backward(comm, model)
 
 
 @on_ranks(2)
 def test_an_exception_in_a_backward_under_no_sync_concerns_its_rank_alone(comm, buckets):
     model, reducer, _ = attached(comm, **buckets)
-    expected = mean_gradients(model, comm.world_size, backward)
     with (
         reducer.no_sync(),
         pytest.raises(RuntimeError) if comm.rank == 1 else contextlib.nullcontext(),
     ):
         _fragile_backward(model, comm.rank, fails=comm.rank == 1)
-    model.zero_grad()
-    backward(model, comm.rank)
-    assert_gradients(model, expected)
+    check_backward(comm, model)

@@ -14,6 +14,7 @@ from tests.support.models import (
     assert_gradients,
     attached,
     backward,
+    check_backward,
     convnet,
     mean_gradients,
     mlp,
@@ -40,20 +41,6 @@ def test_reduce_passes_through_the_wire_dtype(comm, buckets):
     run(model, comm.rank)
     reducer.reduce()
     assert all(torch.equal(p.grad, torch.ones_like(p)) for p in model.parameters())
-
-
-@on_ranks(2)
-def test_reduce_after_no_sync_reduces_what_was_accumulated(comm, buckets):
-    def run(model, rank):
-        backward(model, rank, 0)
-        backward(model, rank, 1)
-
-    model, reducer, _ = attached(comm, **buckets)
-    expected = mean_gradients(model, comm.world_size, run)
-    with reducer.no_sync():
-        run(model, comm.rank)
-    reducer.reduce()
-    assert_gradients(model, expected)
 
 
 @on_ranks(2)
@@ -106,10 +93,7 @@ def test_a_parameter_that_differs_is_named_with_its_rank(comm):
     with torch.no_grad():
         model.load_state_dict(mlp().state_dict())
     reducer.check_in_sync()
-    expected = mean_gradients(model, comm.world_size, backward)
-    model.zero_grad()
-    backward(model, comm.rank)
-    assert_gradients(model, expected)
+    check_backward(comm, model)
 
 
 @on_ranks(2)

@@ -22,6 +22,7 @@ from tests.support.models import (
     assert_gradients,
     attached,
     backward,
+    check_backward,
     gradients,
     loss_of,
     mean_gradients,
@@ -31,25 +32,6 @@ from tests.support.ranks import on_ranks
 from tests.support.transports import EVERY_TRANSPORT
 
 pytestmark = [pytest.mark.usefixtures("transport"), pytest.mark.transports(*EVERY_TRANSPORT)]
-
-
-# Whose parameters an optimizer steps
-
-
-@on_ranks(2)
-def test_a_step_ends_no_round_of_a_reducer_whose_parameters_it_does_not_own(comm):
-    """One that is open, because a thread is inside its backward."""
-    model, other = mlp(), mlp()
-    expected = mean_gradients(model, comm.world_size, backward)
-    fastcomm.Reducer(comm).attach(model)
-    optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
-    handle = model[0].weight.register_hook(lambda _: optimizer.step())
-    for _ in range(2):
-        model.zero_grad()
-        backward(other, comm.rank)
-        backward(model, comm.rank)
-        assert_gradients(model, expected)
-    handle.remove()
 
 
 # Another rank's abandonment, heard of by polling
@@ -285,9 +267,7 @@ class Fused(nn.Module):
 @on_ranks(2)
 def test_gradients_that_autograd_has_cut_from_one_piece_are_views(comm):
     model, reducer, _ = attached(comm, Fused())
-    expected = mean_gradients(model, comm.world_size, backward)
-    backward(model, comm.rank)
-    assert_gradients(model, expected)
+    check_backward(comm, model)
     reducer.clip_grad_norm_(0.5)
     assert float(torch.nn.utils.get_total_norm(gradients(model))) == pytest.approx(0.5, rel=1e-4)
 
@@ -320,9 +300,6 @@ def test_another_pattern_of_unused_parameters_in_every_step_takes_no_more_memory
             gc.collect()
             numbers.append(sum(isinstance(one, torch.Tensor) for one in gc.get_objects()))
     assert numbers[1] <= numbers[0] + 20
-
-
-# Threads
 
 
 # Warnings

@@ -15,11 +15,10 @@ from fastcomm import FastcommError, MismatchError, TimeoutError
 from tests.contract import new_ranks
 from tests.support.bodies import communicator
 from tests.support.models import (
-    assert_gradients,
     attached,
     backward,
+    check_backward,
     check_gradients,
-    mean_gradients,
     mlp,
 )
 from tests.support.outcomes import values_of
@@ -151,10 +150,7 @@ def test_a_buffer_of_one_rank_alone_is_named_and_ends_nothing(comm, copy):
     if comm.rank == 1:
         del model[0].total_ops
     reducer.refresh()
-    model.zero_grad()
-    expected = mean_gradients(model, comm.world_size, backward)
-    backward(model, comm.rank)
-    assert_gradients(model, expected)
+    check_backward(comm, model)
 
 
 @on_ranks(2)
@@ -225,9 +221,7 @@ def test_ranks_that_refresh_to_different_models_are_told_and_may_refresh_again(c
     model.zero_grad()
     model[2].weight.requires_grad_(True)
     reducer.refresh()
-    expected = mean_gradients(model, comm.world_size, backward)
-    backward(model, comm.rank)
-    assert_gradients(model, expected)
+    check_backward(comm, model)
     optimizer.step()
     reducer.check_in_sync()
 
@@ -244,10 +238,7 @@ def test_a_rank_that_cannot_refresh_is_named_to_all(comm):
     backward(model, comm.rank)
     assert reducer.n_skipped == 1
     reducer.refresh()
-    expected = mean_gradients(model, comm.world_size, backward)
-    model.zero_grad()
-    backward(model, comm.rank)
-    assert_gradients(model, expected)
+    check_backward(comm, model)
 
 
 @on_ranks(2)
@@ -277,14 +268,3 @@ def _attach_alone(place):
 
 def test_a_rank_that_attaches_alone_hears_that_every_rank_must(transport):
     values_of(new_ranks(transport, 2, _attach_alone, timeout=20))
-
-
-@pytest.mark.transports("shm", "group")
-@on_ranks(2)
-def test_a_rank_that_copies_buffers_alone_hears_that_every_rank_must(comm):
-    model = mlp()
-    model.register_buffer("table", torch.zeros(16))
-    reducer = fastcomm.Reducer(comm).attach(model)
-    with pytest.raises(MismatchError, match=r"rank 0: all_gather_single.*rank 1: all_reduce"):
-        reducer.sync_buffers() if comm.rank == 0 else comm.all_reduce(torch.ones(3))
-    reducer.sync_buffers()  # the ranks are in step

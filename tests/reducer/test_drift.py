@@ -6,15 +6,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 import fastcomm
 from fastcomm import MismatchError
-from tests.support.bodies import communicator
-from tests.support.models import attached, backward, mlp
-from tests.support.outcomes import values_of
-from tests.support.ranks import fresh_ranks, on_ranks
+from tests.support.bodies import gloo
+from tests.support.models import attached, backward
+from tests.support.ranks import on_ranks
 
 pytestmark = [
     pytest.mark.usefixtures("transport"),
@@ -129,24 +127,17 @@ def test_rows_of_a_sparse_embedding_that_drift_apart_are_found(comm):
     reducer.detach()
 
 
-def _train_with_a_part_on_each_rank(place):
+@pytest.mark.transports("shm")
+@on_ranks(2)
+def test_an_optimizer_that_steps_a_part_on_each_rank_and_shares_it_may_step(comm):
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
-    address = f"file://{place.directory}/gloo"
-    dist.init_process_group("gloo", address, rank=place.rank, world_size=place.world_size)
-    model = mlp()
-    reducer = fastcomm.Reducer(communicator(place)).attach(model)
+    gloo()
+    model, reducer, _ = attached(comm)
     optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=0.1)
     for step in range(3):
-        train(model, optimizer, place.rank, step)
+        train(model, optimizer, comm.rank, step)
     reducer.check_in_sync()
-    dist.destroy_process_group()
-
-
-@pytest.mark.transports("shm")
-def test_an_optimizer_that_steps_a_part_on_each_rank_and_shares_it_may_step(transport):
-    env = {"GLOO_SOCKET_IFNAME": "lo"}
-    values_of(fresh_ranks(2, _train_with_a_part_on_each_rank, transport=transport, env=env))
 
 
 @on_ranks(2)

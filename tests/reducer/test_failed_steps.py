@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import time
-import weakref
 
 import pytest
 import torch
@@ -21,6 +19,7 @@ from tests.support.models import (
     attached,
     backward,
     batch,
+    check_backward,
     loss_of,
     mean_gradients,
     mlp,
@@ -83,27 +82,6 @@ def test_one_handler_may_abandon_after_any_exception(comm, buckets):
     assert comm.n_abandoned == n_before + len(UNLUCKY)
 
 
-def _fail_one_step(comm, model):
-    try:
-        _step_that_may_fail(model, comm, 8)  # rank 1, in backward
-    except RuntimeError:
-        comm.abandon()
-
-
-@on_ranks(2)
-def test_a_model_can_go_after_its_step_was_abandoned(comm):
-    model = mlp()
-    gone = weakref.ref(model)
-    fastcomm.Reducer(comm).attach(model)
-    before = comm.n_abandoned
-    _fail_one_step(comm, model)
-    assert comm.n_abandoned > before
-    comm.barrier()  # over NCCL the ranks meet here, and let go of what was under way
-    del model
-    gc.collect()
-    assert gone() is None
-
-
 @on_ranks(2)
 def test_a_gradient_that_cannot_be_reduced_costs_one_step(comm):
     model, reducer, _ = attached(comm)
@@ -122,10 +100,7 @@ def test_a_gradient_that_cannot_be_reduced_costs_one_step(comm):
             comm.abandon()
             raise
     assert comm.n_abandoned == before + 1
-    model.zero_grad()
-    expected = mean_gradients(model, comm.world_size, backward)
-    backward(model, comm.rank)
-    assert_gradients(model, expected)
+    check_backward(comm, model)
 
 
 @on_ranks(2)
@@ -165,9 +140,7 @@ def test_attach_may_be_tried_again_on_all_ranks_when_it_has_failed_on_one(comm):
             patch.setattr(fastcomm.reducer.plan, "Bucket", _out_of_memory)
         reducer.attach(model)
     reducer.attach(model)
-    expected = mean_gradients(model, comm.world_size, backward)
-    backward(model, comm.rank)
-    assert_gradients(model, expected)
+    check_backward(comm, model)
 
 
 # A step abandoned in a hook
@@ -220,9 +193,7 @@ def test_a_hook_that_abandons_costs_all_ranks_the_step(comm, buckets, abandon, i
         hear_of_it(comm)
     assert comm.n_abandoned == before + 1
     assert all(parameter.grad is None for parameter in model.parameters())
-    expected = mean_gradients(model, comm.world_size, backward)
-    backward(model, comm.rank)
-    assert_gradients(model, expected)
+    check_backward(comm, model)
 
 
 @on_ranks(2)
@@ -238,26 +209,6 @@ def test_a_backward_that_accumulates_ends_where_its_hook_abandons(comm):
         hear_of_it(comm)
     assert all(parameter.grad is None for parameter in model.parameters())
     finish_together(comm)
-
-
-@on_ranks(2)
-def test_a_hook_that_abandons_between_two_reducers_costs_both_the_step(comm):
-    models = mlp(), mlp()
-    reducers = [fastcomm.Reducer(comm).attach(model) for model in models]
-    before = comm.n_abandoned
-    hidden = models[0](batch(comm.rank)[0])
-    if comm.rank == 1:
-        hidden.register_hook(lambda _: _abandon_in_a_handler(comm))
-    with pytest.raises(fastcomm.AbandonedError):
-        models[1](hidden.repeat(1, 2)).sum().backward()
-        hear_of_it(comm)
-    comm.abandon()  # as a handler does: here it is over already, or was not handled yet
-    for model in models:
-        assert all(parameter.grad is None for parameter in model.parameters())
-    expected = mean_gradients(models[0], comm.world_size, backward)
-    backward(models[0], comm.rank)
-    assert_gradients(models[0], expected)
-    assert comm.n_abandoned > before and len(reducers) == 2
 
 
 # One handler, whatever the exception is

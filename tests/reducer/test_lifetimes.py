@@ -17,88 +17,67 @@ from tests.support.ranks import on_ranks
 pytestmark = pytest.mark.usefixtures("transport")
 
 
-def _train(comm, model, block=lambda reducer: nullcontext(), **options):
-    """Makes two steps. Returns weak references to the reducer's core and to a parameter."""
-    reducer = fastcomm.Reducer(comm, **options).attach(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with block(reducer):
-        for _ in range(2):
-            backward(model, comm.rank)
-            optimizer.step()
-            model.zero_grad()
-    return weakref.ref(reducer.core), weakref.ref(model[0].weight)
-
-
-def _skip_nonfinite(comm, model):
-    return _train(comm, model, skip_nonfinite=True)
-
-
-def _weights(comm, model):
-    def weigh(reducer):
-        reducer.set_weight(comm.rank + 1.0)
-        return nullcontext()
-
-    return _train(comm, model, weigh)
-
-
-@contextmanager
-def _weighing_at_the_end(reducer):
-    yield
-    reducer.set_weight(0)
-
-
-def _weight_of_no_backward(comm, model):
-    return _train(comm, model, _weighing_at_the_end)
-
-
 def _graphs(comm, model):
     """Gradients with graphs, which hold the model until they are dropped."""
     reducer = fastcomm.Reducer(comm).attach(model)
     loss_of(model, comm.rank).backward(create_graph=True)
     model.zero_grad()
-    return weakref.ref(reducer.core), weakref.ref(model[0].weight)
+    return reducer
 
 
-def _no_sync(comm, model):
-    return _train(comm, model, fastcomm.Reducer.no_sync)
+def _trained(block=lambda reducer: nullcontext(), sharded=False, **options):
+    """Two steps inside a block."""
+
+    def train(comm, model):
+        reducer = fastcomm.Reducer(comm, **options).attach(model)
+        if sharded:
+            optimizer = fastcomm.ShardedOptimizer(reducer, torch.optim.AdamW)
+        else:
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with block(reducer):
+            for _ in range(2):
+                backward(model, comm.rank)
+                optimizer.step()
+                model.zero_grad()
+        return reducer
+
+    return train
 
 
-def _join(comm, model):
-    return _train(comm, model, fastcomm.Reducer.join)
+def _weighing(reducer):
+    reducer.set_weight(reducer.comm.rank + 1.0)
+    return nullcontext()
 
 
-def _local_sgd(comm, model):
-    return _train(comm, model, lambda reducer: fastcomm.LocalSGD(reducer, every=2))
+@contextmanager
+def _weighing_at_the_end(reducer):
+    """A weight that no backward uses."""
+    yield
+    reducer.set_weight(0)
 
 
-def _diloco(comm, model):
-    return _train(
-        comm, model, lambda reducer: fastcomm.DiLoCo(reducer, torch.optim.SGD, every=2, lr=0.7)
-    )
+TRAININGS = {
+    "plain": _trained(),
+    "graphs": _graphs,
+    "skips": _trained(skip_nonfinite=True),
+    "sharded": _trained(sharded=True),
+    "weights": _trained(_weighing),
+    "a weight at the end": _trained(_weighing_at_the_end),
+    "no_sync": _trained(fastcomm.Reducer.no_sync),
+    "join": _trained(fastcomm.Reducer.join),
+    "LocalSGD": _trained(lambda reducer: fastcomm.LocalSGD(reducer, every=2)),
+    "DiLoCo": _trained(lambda reducer: fastcomm.DiLoCo(reducer, torch.optim.SGD, every=2, lr=0.7)),
+}
 
 
-@pytest.mark.parametrize(
-    "train",
-    [
-        _train,
-        _skip_nonfinite,
-        _weights,
-        _weight_of_no_backward,
-        _graphs,
-        _no_sync,
-        _join,
-        _local_sgd,
-        _diloco,
-    ],
-)
+@pytest.mark.parametrize("name", TRAININGS)
 @on_ranks(2)
-def test_a_reducer_goes_with_its_model(comm, train):
+def test_a_reducer_goes_with_its_model(comm, name):
     model = mlp()
-    reducer, parameter = train(comm, model)
+    kept = weakref.ref(TRAININGS[name](comm, model).core), weakref.ref(model[0].weight)
     del model
     gc.collect()
-    assert reducer() is None
-    assert parameter() is None
+    assert [reference() for reference in kept] == [None, None]
 
 
 # What torch keeps

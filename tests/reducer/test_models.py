@@ -13,28 +13,16 @@ import fastcomm
 from tests.support.models import (
     SMALL_BUCKETS,
     assert_gradients,
-    backward,
     batch,
     check_gradients,
-    gradients,
     mean_gradients,
     mlp,
-    seed,
 )
 from tests.support.ranks import on_ranks
 
 pytestmark = [pytest.mark.usefixtures("transport"), pytest.mark.pairwise]
 
 # Kinds of parameters
-
-
-@on_ranks(2)
-def test_refresh_keeps_the_gradients(comm, buckets):
-    model = mlp()
-    reducer = check_gradients(comm, model, backward, **buckets)
-    before = gradients(model)
-    reducer.refresh()
-    assert_gradients(model, before)
 
 
 @on_ranks(2)
@@ -46,42 +34,6 @@ def test_a_model_of_two_thousand_tiny_parameters_is_reduced(comm):
         ).backward()
 
     check_gradients(comm, nn.ParameterList(torch.ones(3) for _ in range(2000)), run)
-
-
-# Several reducers
-
-
-class _Gan(nn.ModuleDict):
-    def __init__(self):
-        seed(0)
-        super().__init__({"generator": nn.Linear(8, 8), "discriminator": mlp()})
-
-    def fake(self, rank, step):
-        return self["generator"](batch(rank, step)[0])
-
-    def judge(self, images, target):
-        return (self["discriminator"](images) - target).square().mean()
-
-
-def _generator_step(gan, rank, step=0):
-    gan["generator"].zero_grad()
-    gan.judge(gan.fake(rank, step), 1).backward()
-
-
-def _attach_both(comm, gan, buckets):
-    return [fastcomm.Reducer(comm, **buckets).attach(part) for part in gan.values()]
-
-
-@on_ranks(2)
-def test_no_sync_of_one_reducer_does_not_hold_for_the_other(comm, buckets):
-    gan = _Gan()
-    expected = mean_gradients(gan, comm.world_size, _generator_step)
-    local = mean_gradients(gan, 1, lambda gan, _: _generator_step(gan, comm.rank))
-    generator, _ = _attach_both(comm, gan, buckets)
-    with generator.no_sync():
-        _generator_step(gan, comm.rank)
-    assert_gradients(gan["generator"], local[:2])
-    assert_gradients(gan["discriminator"], expected[2:])
 
 
 # What a reducer says of itself

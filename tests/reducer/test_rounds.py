@@ -15,10 +15,9 @@ import torch
 from torch import nn
 
 import fastcomm
-from fastcomm import AbandonedError, MismatchError
+from fastcomm import AbandonedError
 from fastcomm.comm.objects import gather_objects
 from fastcomm.reducer import round as round_module
-from fastcomm.reducer.round import Round, State
 from tests.support.models import (
     SMALL_BUCKETS,
     assert_gradients,
@@ -27,88 +26,8 @@ from tests.support.models import (
     mean_gradients,
 )
 from tests.support.ranks import on_ranks
-from tests.support.transports import EVERY_TRANSPORT
 
 pytestmark = pytest.mark.usefixtures("transport")
-
-
-def _round(comm, n_steps: int = 0) -> tuple[torch.nn.Module, Round]:
-    """An open round of a model whose gradients are this rank's number plus 1."""
-    model, reducer, _ = attached(comm, **SMALL_BUCKETS)
-    for parameter in model.parameters():
-        parameter.grad = torch.full_like(parameter, comm.rank + 1.0)
-    return model, Round(comm, reducer.core.buckets, "mean", 1, n_steps)
-
-
-def _launch_some(opened: Round) -> None:
-    opened.buckets[0].count_all()
-    opened.advance()
-
-
-def _has_the_mean(model, comm) -> bool:
-    mean = (comm.world_size + 1) / 2
-    return all((parameter.grad == mean).all() for parameter in model.parameters())
-
-
-@pytest.mark.transports(*EVERY_TRANSPORT)
-@pytest.mark.parametrize("launches", [False, True], ids=["open", "launching"])
-@on_ranks(2)
-def test_a_round_commits_and_settles(comm, launches):
-    model, opened = _round(comm)
-    assert opened.state is State.OPEN
-    if launches:
-        _launch_some(opened)
-        assert opened.state is State.OPEN
-    opened.count_all()
-    opened.commit()
-    assert opened.state is State.COMMITTED and not opened.is_over
-    opened.advance(is_end=True)
-    assert opened.state is State.SETTLED and opened.is_over
-    opened.abandon()
-    assert opened.state is State.SETTLED and _has_the_mean(model, comm)
-
-
-@pytest.mark.transports("shm", "group", "hierarchical")
-@on_ranks(2)
-def test_all_ranks_skip_a_round_that_one_votes_to_skip(comm):
-    model, opened = _round(comm)
-    _launch_some(opened)
-    opened.count_all()
-    if comm.rank == 1:
-        opened.vote()
-    opened.advance(is_end=True)
-    assert opened.state is State.SKIPPED and opened.was_voted_down
-    assert all(parameter.grad is None for parameter in model.parameters())
-
-
-@pytest.mark.transports("shm", "group", "hierarchical")
-@pytest.mark.parametrize("launches", [False, True])
-@on_ranks(2)
-def test_a_round_that_one_rank_aborts_is_dropped_on_all(comm, launches):
-    model, opened = _round(comm)
-    if comm.rank == 1:
-        if launches:
-            _launch_some(opened)
-        opened.abandon()
-    else:
-        opened.count_all()
-        with pytest.raises(AbandonedError, match="rank 1"):
-            opened.advance(is_end=True)
-    assert opened.state is State.ABANDONED and opened.is_over
-    assert all(parameter.grad is None for parameter in model.parameters())
-    comm.barrier()  # as good as new
-
-
-@pytest.mark.transports("shm", "group", "hierarchical")
-@on_ranks(2)
-def test_a_round_in_which_the_ranks_differ_is_dropped_on_all(comm):
-    model, opened = _round(comm, n_steps=comm.rank)
-    opened.count_all()
-    with pytest.raises(MismatchError, match="after 1 step"):
-        opened.advance(is_end=True)
-    assert opened.state is State.ABANDONED
-    assert all(parameter.grad is None for parameter in model.parameters())
-    comm.barrier()
 
 
 # Where no callback of autograd is there yet, by which the reducer would hear of an exception.

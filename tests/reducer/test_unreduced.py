@@ -17,6 +17,7 @@ from tests.support.models import (
     assert_gradients,
     attached,
     backward,
+    check_backward,
     loss_of,
     mean_gradients,
     mlp,
@@ -29,9 +30,6 @@ pytestmark = [
     pytest.mark.transports(*EVERY_TRANSPORT),
     pytest.mark.pairwise,
 ]
-
-# What a rank says of its own gradient, unless it hears first that another one has said so.
-TAKEN = r".* hook .*after backward\(\)|abandoned"
 
 
 def put(model: nn.Module, rank: int) -> None:
@@ -243,37 +241,6 @@ def test_no_sync_does_not_vouch_for_gradients_made_by_hand_later(comm, buckets):
         optimizer.step()
 
 
-@on_ranks(2)
-def test_gradients_of_no_sync_may_be_stepped(comm):
-    model, reducer, optimizer = attached(comm)
-    for step in range(3):
-        with reducer.no_sync():
-            backward(model, comm.rank, step)
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=step == 0)
-
-
-# Gone before they are reduced
-
-
-@on_ranks(2)
-def test_a_gradient_that_a_hook_takes_from_a_launched_bucket_is_an_error(comm):
-    model, _, _ = attached(comm, bucket_cap_mb=1e-5)
-    weight = model[4].weight
-
-    def take(p):
-        p.grad = None
-
-    handle = weight.register_post_accumulate_grad_hook(take)
-    with pytest.raises(FastcommError, match=rf"4\.weight {TAKEN}"):
-        backward(model, comm.rank)
-    handle.remove()
-    expected = mean_gradients(model, comm.world_size, backward)
-    backward(model, comm.rank)
-    assert_gradients(model, expected)
-
-
 # Two optimizers
 
 
@@ -373,9 +340,7 @@ def test_a_gradient_that_another_layers_hook_changes_meanwhile_is_an_error(comm,
         hear_of_it(comm)
     handle.remove()
     finish_together(comm)
-    expected = mean_gradients(mlp(), comm.world_size, backward)
-    backward(model, comm.rank)
-    assert_gradients(model, expected)
+    check_backward(comm, model)
 
 
 @on_ranks(2)

@@ -246,6 +246,14 @@ def check_gradients(
     return reducer
 
 
+def check_backward(comm: Any, model: nn.Module) -> None:
+    """A backward of an attached model without gradients gives the mean over ranks."""
+    model.zero_grad()
+    expected = mean_gradients(model, comm.world_size, backward)
+    backward(model, comm.rank)
+    assert_gradients(model, expected)
+
+
 def mean_of(column: Sequence[Tensor | None]) -> Tensor | None:
     """The mean over ranks of one parameter's gradients. None counts as zero; if all are None, so is
     the mean.

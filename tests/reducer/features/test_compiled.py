@@ -352,8 +352,7 @@ def test_what_cannot_be_compiled_is_refused(comm):
 
 @on_ranks(1)
 def test_a_torch_that_cannot_cut_is_an_error_with_advice(comm):
-    model = mlp()
-    reducer = fastcomm.Reducer(comm, **SMALL_BUCKETS).attach(model)
+    model, reducer, _ = attached(comm, **SMALL_BUCKETS)
     with pytest.MonkeyPatch.context() as changed:
         changed.delattr("fastcomm.reducer.features.graph_split")
         changed.setitem(sys.modules, "fastcomm.reducer.features.graph_split", None)

@@ -15,13 +15,11 @@ from fastcomm.reducer.features.skip import Skipping
 from tests.support.bodies import finish_together
 from tests.support.models import (
     SMALL_BUCKETS,
-    assert_gradients,
     attached,
     backward,
     batch,
     gradients,
     loss_of,
-    mean_gradients,
     mlp,
 )
 from tests.support.ranks import on_ranks
@@ -74,16 +72,6 @@ def _look(parameter):
     """A hook that changes nothing."""
 
 
-@on_ranks(2)
-def test_the_step_after_a_skipped_one_is_as_if_that_had_not_been(comm, buckets):
-    trainee = Trainee(comm, **buckets)
-    trainee.train(0, spoil)
-    trainee.train(1, vote="instead")
-    backward(trainee.model, comm.rank, 2)
-    expected = mean_gradients(mlp(), 2, lambda model, rank: backward(model, rank, 2))
-    assert_gradients(trainee.model, expected)
-
-
 @only_shm
 @on_ranks(2)
 def test_all_ranks_may_vote_and_a_second_call_is_harmless(comm):
@@ -100,16 +88,6 @@ def test_all_ranks_may_vote_and_a_second_call_is_harmless(comm):
     trainee.reducer.skip_step()
     trainee.reducer.detach()
     trainee.reducer.attach(trainee.model)
-    assert trainee.train(1)
-
-
-@only_shm
-@on_ranks(2)
-def test_a_vote_inside_a_backward_counts(comm, buckets):
-    trainee = Trainee(comm, **buckets)
-    votes = [trainee.reducer.skip_step] if comm.rank else []
-    trainee.model[0].weight.register_hook(lambda _: votes.pop()() if votes else None)
-    assert not trainee.train(0)
     assert trainee.train(1)
 
 
@@ -219,8 +197,7 @@ def test_over_nccl_a_vote_needs_somebody_who_looks(comm):
         ({}, "skip_nonfinite=True"),
         ({"op": "max", "skip_nonfinite": True}, "op max may lose"),
     ):
-        model = mlp()
-        reducer = fastcomm.Reducer(comm, **options).attach(model)
+        model, reducer, _ = attached(comm, **options)
         with pytest.raises(FastcommError, match=why):
             reducer.skip_step()
         with pytest.raises(FastcommError, match=why):

@@ -285,26 +285,6 @@ def test_rows_are_asked_for_at_the_end_of_backward(comm):
     assert len(step.ready) == 4 and all(step.ready)
 
 
-@on_ranks(2)
-def test_a_backward_that_fails_on_one_rank_is_dropped_on_all(comm):
-    model, reducer, _ = attached(comm, Words())
-
-    def fail(_):
-        raise RuntimeError("out of luck")
-
-    hidden = model.table(words(comm.rank))
-    if comm.rank == 1:
-        hidden.register_hook(fail)
-    loss = model.head(hidden.mean(1)).sum()
-    with pytest.raises((RuntimeError, FastcommError), match="out of luck|rank 1 abandoned"):
-        loss.backward()
-        reducer.synchronize()
-    assert [p.grad for p in model.parameters()] == [None] * 4
-    model.zero_grad()
-    loss_of(model, comm.rank).backward()
-    assert_gradients(model, weighted([(0.5, 0, 0), (0.5, 1, 0)]))
-
-
 @pytest.mark.parametrize("make", [Words, _table])
 @on_ranks(2)
 def test_ranks_drop_a_step_together(comm, make):
