@@ -475,3 +475,13 @@ def test_a_damaged_note_is_a_failure_or_is_ignored(key, data):
     says = str(comm.failure)
     is_named = " cannot be read: " in says
     assert is_named or "of another rank" in says or key != "abandoned/0", says
+
+
+def test_ranks_that_have_closed_twice_do_not_hold_up_the_watchdog():
+    notes = Notes({"closed/0": "[0, 0, 9]", "closed/1": "[0, 0, 9]", "news": "1"})
+    comm = waiting(age=3)
+    with watching(comm, notes):
+        wait_until(lambda: comm.failure is not None, within=0.1)
+        leave_note(notes, "failure", failure_note(MismatchError("of another rank")))
+        wait_until(lambda: comm.failure is not None)
+    assert "of another rank" in str(comm.failure)

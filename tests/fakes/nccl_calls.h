@@ -67,6 +67,10 @@ EXPORT int stand_in_overtaken(void);
  * with NCCL a use after free as soon as the graph goes. */
 EXPORT int stand_in_freed_under_graphs(void);
 
+/* 0: ncclCommWindowRegister succeeds and gives no window, as between hosts without a common NVLink.
+ */
+EXPORT void stand_in_give_windows(int on);
+
 /* How many windows went with their communicators, not having been deregistered: NCCL unmaps such
  * memory without releasing it. */
 EXPORT int stand_in_lost_windows(void);

@@ -15,6 +15,11 @@ struct registration {
 
 static struct registration *registrations;
 static int n_lost_windows;
+static bool gives_windows = true;
+
+void stand_in_give_windows(int on) {
+    gives_windows = on != 0;
+}
 
 int stand_in_lost_windows(void) {
     pthread_mutex_lock(&nccl_mutex);
@@ -107,7 +112,7 @@ EXPORT ncclResult_t ncclCommWindowRegister(ncclComm_t comm, void *buffer, size_t
     const struct intent intent = {.kind = WINDOW, .count = nbytes};
     bool is_aligned = (uintptr_t)buffer % ALIGNMENT == 0;
     bool is_done = !is_aligned || world_round(comm->world, &intent, NULL, 0);
-    bool is_given = is_aligned && is_done;
+    bool is_given = gives_windows && is_aligned && is_done;
     *window = is_given ? add_registration(comm, buffer) : NULL;
     result = end_round(comm, function, is_done);
     return is_aligned

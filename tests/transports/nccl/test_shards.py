@@ -110,6 +110,25 @@ def _gather_twice(place):
     return steps
 
 
+def _gather_without_windows(place):
+    comm = communicator(place)
+    loaded("nccl").stand_in_give_windows(0)
+    model = _two_layers()
+    reducer = fastcomm.Reducer(comm, **TWO_LAYERS).attach(model)
+    optimizer = fastcomm.ShardedOptimizer(reducer, torch.optim.SGD, lr=0.1)
+    counts = []
+    for _ in range(2):
+        loaded("nccl").stand_in_clear_log()
+        model(torch.ones(2, 16)).sum().backward()
+        optimizer.step()
+        counts.append(_calls(log_of(loaded("nccl"))).count(WINDOW))
+    return counts
+
+
+def test_where_nccl_gives_no_window_it_is_asked_once():
+    assert stand_in_values(2, _gather_without_windows) == [[2, 0]] * 2
+
+
 def test_parameters_are_gathered_in_windows_also_after_an_abandonment():
     for steps in stand_in_values(2, _gather_twice):
         for calls in steps:
