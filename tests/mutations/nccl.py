@@ -78,7 +78,7 @@ MUTATIONS = (
         file=LINK,
         within="Link._register_again",
         old="key=lambda bucket: bucket.label",
-        new="key=lambda bucket: bucket.label, reverse=self.rank == 1)",
+        new="key=lambda bucket: bucket.label, reverse=self.rank == 1",
         tests=("tests/transports/nccl/test_memory.py",),
     ),
     Mutation(
