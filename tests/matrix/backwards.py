@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import threading
 
 import torch
@@ -10,18 +11,13 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from tests.matrix.row import Training, error, reduced, trains
+from tests.matrix.row import Training, error, reduced, train_row, trains
 from tests.support.models import SMALL_BUCKETS, backward, batch, loss_of, mlp
 
+row = functools.partial(train_row, __name__)
 
-@reduced("`loss.backward()`")
-def plain_backward(case):
-    case.train(mlp, backward)
-
-
-@reduced("`loss.backward()` of a model in many buckets")
-def many_buckets(case):
-    case.train(mlp, backward, **SMALL_BUCKETS)
+row("plain_backward", "`loss.backward()`", mlp)
+row("many_buckets", "`loss.backward()` of a model in many buckets", mlp, **SMALL_BUCKETS)
 
 
 @trains("`torch.autograd.backward([loss, loss])`", mlp)
@@ -29,9 +25,9 @@ def list_of_losses(model, rank, i):
     torch.autograd.backward([loss_of(model, rank, i), loss_of(model, rank, i + 10)])
 
 
-@reduced("`output.backward(gradient)` of something that is no scalar")
-def backward_of_a_vector(case):
-    case.train(mlp, lambda model, rank, i: model(batch(rank, i)[0]).backward(batch(rank, i)[1]))
+@trains("`output.backward(gradient)` of something that is no scalar", mlp)
+def backward_of_a_vector(model, rank, i):
+    model(batch(rank, i)[0]).backward(batch(rank, i)[1])
 
 
 @trains("two losses, two backwards", mlp)
@@ -53,15 +49,12 @@ def backward_inputs(model, rank, i):
     loss_of(model, rank, i).backward(inputs=[model[0].weight, model[4].bias])
 
 
-@reduced("`torch.autograd.grad` (not a reduction: what it returns is local), then backward")
-def autograd_grad_is_local(case):
-    def run(model, rank, i):
-        local = torch.autograd.grad(loss_of(model, rank, i + 10), model[0].weight)[0]
-        again = torch.autograd.grad(loss_of(model, rank, i + 10), model[0].weight)[0]
-        assert torch.equal(local, again)
-        backward(model, rank, i)
-
-    case.train(mlp, run)
+@trains("`torch.autograd.grad` (not a reduction: what it returns is local), then backward", mlp)
+def autograd_grad_is_local(model, rank, i):
+    local = torch.autograd.grad(loss_of(model, rank, i + 10), model[0].weight)[0]
+    again = torch.autograd.grad(loss_of(model, rank, i + 10), model[0].weight)[0]
+    assert torch.equal(local, again)
+    backward(model, rank, i)
 
 
 def _mean_loss(case, model, i):
@@ -69,9 +62,9 @@ def _mean_loss(case, model, i):
     return torch.stack([loss_of(model, rank, i) for rank in range(case.world_size)]).mean()
 
 
-@reduced("`loss.backward(create_graph=True)`")
-def create_graph(case):
-    case.train(mlp, lambda model, rank, i: loss_of(model, rank, i).backward(create_graph=True))
+@trains("`loss.backward(create_graph=True)`", mlp)
+def create_graph(model, rank, i):
+    loss_of(model, rank, i).backward(create_graph=True)
 
 
 @reduced("`backward(create_graph=True)`, then backward of a penalty on the reduced `p.grad`")
@@ -162,13 +155,10 @@ def no_sync(case):
     case.train(mlp, run)
 
 
-@reduced("gradient accumulation without `no_sync()`")
-def accumulation(case):
-    def run(model, rank, i):
-        backward(model, rank, i)
-        backward(model, rank, i + 10)
-
-    case.train(mlp, run)
+@trains("gradient accumulation without `no_sync()`", mlp)
+def accumulation(model, rank, i):
+    backward(model, rank, i)
+    backward(model, rank, i + 10)
 
 
 # Checkpointing
@@ -194,24 +184,23 @@ def _shared_layer(reentrant):
     return run
 
 
-@reduced("`checkpoint(..., use_reentrant=False)`")
-def checkpointing(case):
-    case.train(mlp, _checkpointed(reentrant=False))
-
-
-@reduced("`checkpoint(..., use_reentrant=True)`")
-def reentrant_checkpointing(case):
-    case.train(mlp, _checkpointed(reentrant=True))
-
-
-@reduced("a layer under two non-reentrant checkpoints")
-def shared_layer(case):
-    case.train(mlp, _shared_layer(reentrant=False), **SMALL_BUCKETS)
-
-
-@reduced("a layer under two reentrant checkpoints, with `Reducer(overlap=False)`")
-def shared_layer_without_overlap(case):
-    case.train(mlp, _shared_layer(reentrant=True), overlap=False, **SMALL_BUCKETS)
+row("checkpointing", "`checkpoint(..., use_reentrant=False)`", mlp, _checkpointed(False))
+row("reentrant_checkpointing", "`checkpoint(..., use_reentrant=True)`", mlp, _checkpointed(True))
+row(
+    "shared_layer",
+    "a layer under two non-reentrant checkpoints",
+    mlp,
+    _shared_layer(False),
+    **SMALL_BUCKETS,
+)
+row(
+    "shared_layer_without_overlap",
+    "a layer under two reentrant checkpoints, with `Reducer(overlap=False)`",
+    mlp,
+    _shared_layer(True),
+    overlap=False,
+    **SMALL_BUCKETS,
+)
 
 
 @error(

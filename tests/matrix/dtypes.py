@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-from tests.matrix.row import Training, reduced
+from tests.matrix.row import Training, reduced, train_row
 from tests.support.models import backward, batch, loss_of, mlp, seed
 
 
@@ -25,11 +27,6 @@ class _Mixed(nn.Module):
         return self.head(x.float())
 
 
-@reduced("parameters of float32, float64 and bfloat16 in one model")
-def mixed_dtypes(case):
-    case.train(_Mixed, backward)
-
-
 def _halved(dtype):
     def run(model, rank, i):
         x, y = batch(rank, i)
@@ -38,14 +35,16 @@ def _halved(dtype):
     return run
 
 
-@reduced("parameters of bfloat16")
-def bfloat16_parameters(case):
-    case.train(lambda: mlp().bfloat16(), _halved(torch.bfloat16))
+row = functools.partial(train_row, __name__)
 
-
-@reduced("parameters of float16")
-def float16_parameters(case):
-    case.train(lambda: mlp().half(), _halved(torch.float16))
+row("mixed_dtypes", "parameters of float32, float64 and bfloat16 in one model", _Mixed)
+row(
+    "bfloat16_parameters",
+    "parameters of bfloat16",
+    lambda: mlp().bfloat16(),
+    _halved(torch.bfloat16),
+)
+row("float16_parameters", "parameters of float16", lambda: mlp().half(), _halved(torch.float16))
 
 
 @reduced(

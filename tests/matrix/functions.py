@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import nn
 from torch.func import functional_call, grad, vmap
 from torch.nn import functional as F
 
-from tests.matrix.row import Training, error, reduced, trains
+from tests.matrix.row import Training, error, reduced, train_row, trains
 from tests.support.bodies import finish_together
 from tests.support.models import SMALL_BUCKETS, Fail, backward, batch, loss_of, mlp, seed
+
+row = functools.partial(train_row, __name__)
 
 
 def _two_layers():
@@ -41,14 +45,11 @@ def function_returns_none(model, rank, i):
     F.mse_loss(_Scale.apply(model[0](x), model[1].weight), y).backward()
 
 
-@reduced("a `Function` that returns None on some ranks only: they count as zero")
-def function_returns_none_on_a_rank(case):
-    def run(model, rank, i):
-        x, y = batch(rank, i)
-        hidden, weight = model[0](x), model[1].weight
-        F.mse_loss(_Scale.apply(hidden, weight) if rank == 0 else hidden * weight, y).backward()
-
-    case.train(_two_layers, run)
+@trains("a `Function` that returns None on some ranks only: they count as zero", _two_layers)
+def function_returns_none_on_a_rank(model, rank, i):
+    x, y = batch(rank, i)
+    hidden, weight = model[0](x), model[1].weight
+    F.mse_loss(_Scale.apply(hidden, weight) if rank == 0 else hidden * weight, y).backward()
 
 
 class _Fused(torch.autograd.Function):
@@ -68,13 +69,12 @@ class _Fused(torch.autograd.Function):
         return gradient * of_hidden, gradient * of_weight, None
 
 
-@reduced("a loss whose `Function` works out its gradients in forward (fused cross entropy)")
-def gradients_in_forward(case):
-    def run(model, rank, i):
-        x, y = batch(rank, i)
-        _Fused.apply(model[0](x), model[1].weight, y).backward()
-
-    case.train(_two_layers, run)
+@trains(
+    "a loss whose `Function` works out its gradients in forward (fused cross entropy)", _two_layers
+)
+def gradients_in_forward(model, rank, i):
+    x, y = batch(rank, i)
+    _Fused.apply(model[0](x), model[1].weight, y).backward()
 
 
 class _BackwardInForward(torch.autograd.Function):
@@ -95,18 +95,15 @@ def backward_in_forward(model, rank, i):
     F.mse_loss(model[1](hidden), batch(rank, i)[1]).backward()
 
 
-@reduced("a backward inside a tensor's hook")
-def backward_in_a_hook(case):
-    def run(model, rank, i):
-        def another(_):
-            with torch.enable_grad():
-                model[1](batch(rank, i + 10)[1]).square().mean().backward()
+@trains("a backward inside a tensor's hook", _two_layers)
+def backward_in_a_hook(model, rank, i):
+    def another(_):
+        with torch.enable_grad():
+            model[1](batch(rank, i + 10)[1]).square().mean().backward()
 
-        hidden = model[0](batch(rank, i)[0])
-        hidden.register_hook(another)
-        hidden.square().mean().backward()
-
-    case.train(_two_layers, run)
+    hidden = model[0](batch(rank, i)[0])
+    hidden.register_hook(another)
+    hidden.square().mean().backward()
 
 
 # Hooks
@@ -119,25 +116,22 @@ def _hooked():
     return model
 
 
-@reduced("`parameter.register_hook` that changes the gradient")
-def tensor_hooks(case):
-    case.train(_hooked, backward)
-
-
 def _double(p):
     p.grad.mul_(2)
 
 
-def _post_accumulate_hooked():
-    model = mlp()
+def _hook_all(model):
     for p in model.parameters():
         p.register_post_accumulate_grad_hook(_double)
     return model
 
 
-@reduced("`register_post_accumulate_grad_hook` before attach(): what it leaves is reduced")
-def post_accumulate_hooks(case):
-    case.train(_post_accumulate_hooked, backward)
+row("tensor_hooks", "`parameter.register_hook` that changes the gradient", _hooked)
+row(
+    "post_accumulate_hooks",
+    "`register_post_accumulate_grad_hook` before attach(): what it leaves is reduced",
+    lambda: _hook_all(mlp()),
+)
 
 
 @reduced("`register_post_accumulate_grad_hook` after attach(): what it leaves is reduced")
@@ -146,11 +140,6 @@ def late_post_accumulate_hooks(case):
     training.change(_hook_all)
     for _ in range(2):
         training.step(backward)
-
-
-def _hook_all(model):
-    for p in model.parameters():
-        p.register_post_accumulate_grad_hook(_double)
 
 
 @error(

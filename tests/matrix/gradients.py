@@ -24,13 +24,11 @@ def set_to_none(model, rank, i):
     backward(model, rank, i + 10)
 
 
-@reduced("`zero_grad(set_to_none=False)`")
-def zeroed(case):
-    def run(model, rank, i):
+@trains("`zero_grad(set_to_none=False)`", mlp)
+def zeroed(model, rank, i):
+    for _ in range(2):
         model.zero_grad(set_to_none=False)
         backward(model, rank, i)
-
-    case.train(mlp, lambda *args: (run(*args), run(*args)))
 
 
 @reduced("gradients that are there before attach(): they are part of the first mean")
@@ -182,13 +180,10 @@ def partly_by_hand(case):
     case.train(mlp, run)
 
 
-@reduced("a gradient set by hand before a backward that does not use the parameter")
-def by_hand_before_backward(case):
-    def run(model, rank, i):
-        model.heads[0].bias.grad = torch.full((4,), rank + i + 1.0)
-        _use_one_head(model, rank, i)
-
-    case.train(Heads, run)
+@trains("a gradient set by hand before a backward that does not use the parameter", Heads)
+def by_hand_before_backward(model, rank, i):
+    model.heads[0].bias.grad = torch.full((4,), rank + i + 1.0)
+    _use_one_head(model, rank, i)
 
 
 @error("a gradient set by hand after a backward that does not use the parameter", **BY_HAND)

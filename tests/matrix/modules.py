@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 
 import torch
 from torch import nn
@@ -10,7 +11,7 @@ from torch.ao import quantization
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations, prune
 
-from tests.matrix.row import Training, error, reduced, trains
+from tests.matrix.row import Training, error, reduced, train_row, trains
 from tests.support.models import (
     Heads,
     Transformer,
@@ -23,6 +24,8 @@ from tests.support.models import (
     seed,
     text_backward,
 )
+
+row = functools.partial(train_row, __name__)
 
 
 def layers(*modules):
@@ -38,9 +41,9 @@ def layers(*modules):
 # Parameters that a backward does not reach
 
 
-@reduced("parameters that no rank uses: their gradient stays None")
-def unused(case):
-    case.train(Heads, lambda model, rank, i: loss_of(model, rank, i, 0).backward())
+@trains("parameters that no rank uses: their gradient stays None", Heads)
+def unused(model, rank, i):
+    loss_of(model, rank, i, 0).backward()
 
 
 @trains("parameters that some ranks do not use: they count as zero there", Heads)
@@ -48,36 +51,32 @@ def unused_on_a_rank(model, rank, i):
     loss_of(model, rank, i, *range(1 + rank % 2)).backward()
 
 
-@reduced("branches that change with the rank and the step (mixture of experts)")
-def experts(case):
-    case.train(
-        lambda: Heads(4),
-        lambda model, rank, i: loss_of(model, rank, i, (rank + i * i) % 3).backward(),
-        steps=4,
-    )
+@trains(
+    "branches that change with the rank and the step (mixture of experts)",
+    lambda: Heads(4),
+    steps=4,
+)
+def experts(model, rank, i):
+    loss_of(model, rank, i, (rank + i * i) % 3).backward()
 
 
-@reduced("parameters frozen before attach()")
-def frozen(case):
-    def make():
-        model = mlp()
-        model[2].requires_grad_(False)
-        return model
+def _partly_frozen():
+    model = mlp()
+    model[2].requires_grad_(False)
+    return model
 
-    case.train(make, backward)
 
+row("frozen", "parameters frozen before attach()", _partly_frozen)
 
 # Layers
 
-
-@reduced("batch norm (statistics stay this rank's own: `reducer.sync_buffers()`)")
-def batch_norm(case):
-    case.train(convnet, image_backward)
-
-
-@reduced("tied weights")
-def tied_weights(case):
-    case.train(Transformer, text_backward)
+row(
+    "batch_norm",
+    "batch norm (statistics stay this rank's own: `reducer.sync_buffers()`)",
+    convnet,
+    image_backward,
+)
+row("tied_weights", "tied weights", Transformer, text_backward)
 
 
 @reduced("`weight_norm`, `spectral_norm`, `orthogonal` and pruning before attach()")
@@ -104,25 +103,10 @@ class Adapter(nn.Module):
         return self.base(x) + x @ self.down.t() @ self.up.t()
 
 
-@reduced("LoRA adapters added before attach()")
-def adapters(case):
-    case.train(layers(lambda: Adapter(nn.Linear(8, 8))), backward)
-
-
 def _fake_quantised():
     model = mlp()
     model.qconfig = quantization.get_default_qat_qconfig("fbgemm")
     return quantization.prepare_qat(model.train())
-
-
-@reduced("quantisation-aware training (`prepare_qat`; its observers stay this rank's own)")
-def fake_quantised(case):
-    case.train(_fake_quantised, backward)
-
-
-@reduced("channels-last weights")
-def channels_last(case):
-    case.train(lambda: convnet().to(memory_format=torch.channels_last), image_backward)
 
 
 class _Shapes(nn.Module):
@@ -137,20 +121,28 @@ class _Shapes(nn.Module):
         return x @ self.sliced * self.scalar + self.empty.sum()
 
 
-@reduced("parameters without dimensions, without elements, with gaps in memory")
-def odd_shapes(case):
-    case.train(_Shapes, backward)
-
-
-@reduced(
-    "dropout (each rank by a seed of its own: `torch.manual_seed(1 + comm.rank)` after `attach()`)"
+row("adapters", "LoRA adapters added before attach()", layers(lambda: Adapter(nn.Linear(8, 8))))
+row(
+    "fake_quantised",
+    "quantisation-aware training (`prepare_qat`; its observers stay this rank's own)",
+    _fake_quantised,
 )
-def dropout(case):
-    def run(model, rank, i):
-        seed(100 * i + rank)
-        backward(model, rank, i)
+row(
+    "channels_last",
+    "channels-last weights",
+    lambda: convnet().to(memory_format=torch.channels_last),
+    image_backward,
+)
+row("odd_shapes", "parameters without dimensions, without elements, with gaps in memory", _Shapes)
 
-    case.train(layers(lambda: nn.Linear(8, 8), lambda: nn.Dropout(0.5)), run)
+
+@trains(
+    "dropout (each rank by a seed of its own: `torch.manual_seed(1 + comm.rank)` after `attach()`)",
+    layers(lambda: nn.Linear(8, 8), lambda: nn.Dropout(0.5)),
+)
+def dropout(model, rank, i):
+    seed(100 * i + rank)
+    backward(model, rank, i)
 
 
 # Copies
@@ -276,19 +268,18 @@ _refused(
 )
 
 
-@reduced("complex parameters (as pairs)")
-def complex_parameter(case):
-    class Phases(nn.Module):
-        def __init__(self):
-            super().__init__()
-            seed(0)
-            self.linear = nn.Linear(8, 4)
-            self.phase = nn.Parameter(torch.ones(4, dtype=torch.complex64))
+class _Phases(nn.Module):
+    def __init__(self):
+        super().__init__()
+        seed(0)
+        self.linear = nn.Linear(8, 4)
+        self.phase = nn.Parameter(torch.ones(4, dtype=torch.complex64))
 
-        def forward(self, x):
-            return (self.linear(x) * self.phase).abs()
+    def forward(self, x):
+        return (self.linear(x) * self.phase).abs()
 
-    case.train(Phases, backward)
+
+row("complex_parameter", "complex parameters (as pairs)", _Phases)
 
 
 @error(

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 import fastcomm
 from tests.support.bodies import finish_together
-from tests.support.models import are_close, mean_of
+from tests.support.models import are_close, backward, mean_of
 
 Body = Callable[["Case"], None]
 Make = Callable[[], nn.Module]
@@ -97,6 +97,18 @@ def trains(feature: str, make: Make, **options: Any) -> Callable[[Run], Body]:
         return reduced(feature)(body)
 
     return add
+
+
+def train_row(
+    theme: str, name: str, feature: str, make: Make, run: Run = backward, **options: Any
+) -> None:
+    """Adds a row that is reduced, and does no more than to train a model. theme: its module."""
+
+    def body(case: Case) -> None:
+        case.train(make, run, **options)
+
+    body.__name__, body.__module__ = name, theme
+    reduced(feature)(body)
 
 
 def _add(row: Row) -> Body:
