@@ -179,28 +179,28 @@ def mean_of_addends(sums: Tensor, n: int) -> Tensor:
     return mean - torch.where(sign * rest < 0, sign, 0)
 
 
-# ---- steps ---------------------------------------------------------------------------------------
+# ---- fingerprints, which the ranks compare -------------------------------------------------------
 
-_RECORDS = 1 << 32
+_CHECKSUMS = 1 << 32
 
 
-def steps_made(n_steps: int, record: int) -> int:
-    """Packs into one number, which travels with each bucket, how many steps its rank's optimizers
-    have made and the record: of which parameters were stepped, how gradients were clipped, and what
-    came of it.
+def fingerprint_of(n: int, checksum: int) -> int:
+    """Packs both into one number. Of a bucket: how many steps this rank's optimizers have made, and
+    the record: of which parameters were stepped, how gradients were clipped, and what came of it.
+    Of tensors that are reduced as one: how many there are, and a checksum of their sizes.
     """
-    return (record & 0x7FFFFFFF) * _RECORDS + n_steps % _RECORDS
+    return (checksum & 0x7FFFFFFF) * _CHECKSUMS + n % _CHECKSUMS
 
 
-def with_checksum(steps: int, checksum: int) -> int:
-    """steps_made(), with what a bucket's parameters have become added to the record."""
-    record = steps // _RECORDS + checksum
-    return (record & 0x7FFFFFFF) * _RECORDS + steps % _RECORDS
+def with_checksum(fingerprint: int, checksum: int) -> int:
+    """The fingerprint, with a checksum of what a bucket's parameters have become added to it."""
+    before, n = unpacked(fingerprint)
+    return fingerprint_of(n, before + checksum)
 
 
-def unpacked(steps: int) -> tuple[int, int]:
-    """The record and the number of steps that steps_made() has packed."""
-    return divmod(steps, _RECORDS)
+def unpacked(fingerprint: int) -> tuple[int, int]:
+    """The checksum and the number in a fingerprint."""
+    return divmod(fingerprint, _CHECKSUMS)
 
 
 # ---- refusals, before any peer is involved -------------------------------------------------------

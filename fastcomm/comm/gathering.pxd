@@ -7,9 +7,9 @@ cdef class UsedMask:
     cdef readonly object elements
     cdef object dtype
     cdef int divisor
-    cdef dict tokens  # by op and by what is missing, on the device, kept for reuse
+    cdef dict known  # by op and by what is missing, on the device, kept for reuse
 
-    cdef object token(self, str op, tuple missing)
+    cdef object own(self, str op, tuple missing)
     cpdef fill(self, str op, list missing)
     cpdef list present(self, op)
 
@@ -20,7 +20,7 @@ cdef class GatheringBucket:
     cdef FlatBuffer known
     cdef readonly UsedMask used_mask
 
-    cdef int hold(self, flat, list views, wire, int divisor=*) except -1
+    cdef int set_up(self, flat, list views, wire, int divisor=*) except -1
     cdef list gather_gradients(self, list parameters)
 
     # for the transport to say

@@ -14,7 +14,7 @@ from fastcomm.errors import FastcommError
 from fastcomm.comm.flat_buffers cimport FlatBuffer, is_in_a_flat_buffer
 from fastcomm.comm.gradient_slot cimport GradientSlot
 
-cdef int MAX_TOKENS = 16
+cdef int MAX_KNOWN = 16
 
 
 cdef class UsedMask:
@@ -22,16 +22,16 @@ cdef class UsedMask:
 
     def __cinit__(self, elements, dtype, int divisor):
         """dtype: of the gradients. divisor: what a mean is divided by as they are gathered."""
-        self.elements, self.dtype, self.divisor, self.tokens = elements, dtype, divisor, {}
+        self.elements, self.dtype, self.divisor, self.known = elements, dtype, divisor, {}
 
-    cdef object token(self, str op, tuple missing):
+    cdef object own(self, str op, tuple missing):
         """The values that this rank contributes."""
-        token = self.tokens.get((op, missing))
-        if token is None:
+        own = self.known.get((op, missing))
+        if own is None:
             if missing:
-                self.token(op, ())  # so that it is there when a graph is captured
-            if len(self.tokens) > MAX_TOKENS:  # a new pattern in every step
-                self.tokens = {key: known for key, known in self.tokens.items() if not key[1]}
+                self.own(op, ())  # so that it is there when a graph is captured
+            if len(self.known) > MAX_KNOWN:  # a new pattern in every step
+                self.known = {key: known for key, known in self.known.items() if not key[1]}
             absent, present = used_values(op)
             values = [present * (self.divisor if op == "mean" else 1)] * self.elements.numel()
             for i in missing:
@@ -39,12 +39,12 @@ cdef class UsedMask:
             host = torch.tensor(
                 values, dtype=self.dtype, device="cpu", pin_memory=self.elements.is_cuda
             )
-            token = self.tokens[op, missing] = host.to(self.elements.device, non_blocking=True)
-        return token
+            own = self.known[op, missing] = host.to(self.elements.device, non_blocking=True)
+        return own
 
     cpdef fill(self, str op, list missing):
         """Writes what this rank contributes."""
-        self.elements.copy_(self.token(op, tuple(missing)))
+        self.elements.copy_(self.own(op, tuple(missing)))
 
     cpdef list present(self, op):
         """Whether some rank has a gradient, by view. Waits for the device."""
@@ -53,9 +53,9 @@ cdef class UsedMask:
 
 
 cdef class GatheringBucket:
-    """A flat buffer and the slots of the gradients in it. Call hold() first."""
+    """A flat buffer and the slots of the gradients in it. Call set_up() first."""
 
-    cdef int hold(self, flat, list views, wire, int divisor=1) except -1:
+    cdef int set_up(self, flat, list views, wire, int divisor=1) except -1:
         """views: on the memory of `flat`, one for each gradient. wire: `flat`, or what the used
         mask lies in. divisor: see UsedMask.
         """
@@ -70,7 +70,7 @@ cdef class GatheringBucket:
         cdef GradientSlot slot
         cdef char *source = NULL
         cdef Py_ssize_t i
-        cdef bint is_fit, is_at_home
+        cdef bint is_fit, is_in_slot
         for i in range(len(parameters)):
             parameter, view = parameters[i], self.views[i]
             gradient = None if parameter is None else parameter.grad
@@ -83,15 +83,15 @@ cdef class GatheringBucket:
                     is_fit = slot.fits(gradient, &source)
                     # before it is moved: torch refuses it if the parameter's data has been replaced
                     parameter.grad = view
-                    is_at_home = source == slot.address
-                    if not is_at_home and is_in_a_flat_buffer(source):
+                    is_in_slot = source == slot.address
+                    if not is_in_slot and is_in_a_flat_buffer(source):
                         raise FastcommError(OTHERS_GRADIENT)
                     if not is_fit:
                         if not is_readable(gradient):
                             raise FastcommError(without_memory(gradient))
-                        view.copy_(gradient.clone() if is_at_home else gradient)
+                        view.copy_(gradient.clone() if is_in_slot else gradient)
                         self.note_copied(gradient)
-                    elif not is_at_home:  # at home: the user's own tensor on our memory
+                    elif not is_in_slot:  # else it is the user's own tensor on our memory
                         self.move(i, gradient, source)
                 except BaseException as error:
                     parameter.grad, error.slot = gradient, i
@@ -111,7 +111,7 @@ cdef class CopiedGradients(GatheringBucket):
     """Copies gradients to `views`, on the memory of `flat`."""
 
     def __init__(self, flat, list views):
-        self.hold(flat, views, flat)
+        self.set_up(flat, views, flat)
 
     def gather(self, list parameters):
         """See BoundBucket.gather."""

@@ -1,4 +1,4 @@
-"""Transport: what a reducer needs of a communicator beside its collectives, and nothing more.
+"""Transport: what a reducer needs of a communicator beside its collectives.
 
 A transport (shm.ShmCommunicator, ...) implements it. The reducer uses `bind_bucket`, in which a
 transport may fuse the gathering of gradients with the reduction.
@@ -85,7 +85,9 @@ class BoundBucket(abc.ABC):
         """
 
     @abc.abstractmethod
-    def launch(self, op: str, missing: list[int], step: int = 0, part: Part = ALIKE) -> BucketWork:
+    def launch(
+        self, op: str, missing: list[int], fingerprint: int = 0, part: Part = ALIKE
+    ) -> BucketWork:
         """Starts reducing the flat buffer, in place. missing: the views for which this rank has no
         gradient; the others hear of it.
 
@@ -94,8 +96,8 @@ class BoundBucket(abc.ABC):
         part: what begin_round has returned. Where its weight is 0, all views are missing. Where it
         votes, the others see is_skipped or, over NCCL, a NaN in the result.
 
-        step: what this rank's optimizers have done: see collective.steps_made. Ranks that differ
-        get MismatchError, all of them, but not over NCCL.
+        fingerprint: see collective.fingerprint_of. Ranks that differ get MismatchError, all of
+        them, but not over NCCL.
         """
 
     def note_stream(self) -> None:

@@ -30,24 +30,24 @@ CALLED = str, str, messages.NUMBER, messages.NUMBER  # the form of a Called
 class Called(NamedTuple):
     """A collective that a rank calls, in words and as what these are about.
 
-    words: without the steps of a bucket. label, step: of a bucket, see BoundBucket.launch; without
-    a label, step is of all_reduce_coalesced(): a checksum of the sizes, and how many there are.
+    words: without the steps of a bucket. label: of a bucket; else 0. fingerprint: see
+    collective.fingerprint_of.
     """
 
     kind: str
     words: str
     label: int = 0
-    step: int = 0
+    fingerprint: int = 0
 
     def __str__(self) -> str:
-        record, _ = unpacked(self.step)
+        record, _ = unpacked(self.fingerprint)
         return self.without_record() + (f" (record {record:08x})" if self.label and record else "")
 
     def without_record(self) -> str:
         """In words, where nobody compares records."""
-        if not (self.label and self.step):
+        if not (self.label and self.fingerprint):
             return self.words
-        _, n_steps = unpacked(self.step)
+        _, n_steps = unpacked(self.fingerprint)
         return f"{self.words} after {n_steps} step{'s' if n_steps != 1 else ''}"
 
 
@@ -60,7 +60,7 @@ def called(
     root: int = 0,
     wire: torch.dtype | None = None,
     label: int = 0,
-    step: int = 0,
+    fingerprint: int = 0,
 ) -> Called:
     """op: for the kinds that have one. root: of the kinds that are ROOTED."""
     words = f"{kind} of {numel} {name_of(dtype)} elements"
@@ -73,11 +73,11 @@ def called(
     if label:
         reducer, bucket = divmod(label, BUCKETS_PER_REDUCER)
         words += f" (bucket {bucket - 1} of reducer {reducer})"
-    elif step:
-        checksum, n_tensors = unpacked(step)
+    elif fingerprint:
+        checksum, n_tensors = unpacked(fingerprint)
         words += f" in {n_tensors} tensor{'s' if n_tensors != 1 else ''}"
         words += f" (sizes {checksum:08x})"
-    return Called(kind, words, label, step)
+    return Called(kind, words, label, fingerprint)
 
 
 # ---- who waits -----------------------------------------------------------------------------------
@@ -209,7 +209,7 @@ def mismatch(number: int, calls: Mapping[int, Called]) -> MismatchError:
         differs = BACKWARDS
     elif len({call.label // BUCKETS_PER_REDUCER for call in each if call.label}) > 1:
         advice = SEVERAL_REDUCERS
-    elif all(call.step and not call.label for call in each):
+    elif all(call.fingerprint and not call.label for call in each):
         advice = OTHER_SIZES
     if _FIRST_OF_OBJECTS in each:
         advice += _CALL_ALIKE

@@ -52,7 +52,7 @@ cdef Entry noted(FlightRecorder flight, const announcement *a, uint64_t number)
 cdef class Call:
     cdef announcement it
     cdef readonly str kind, op
-    cdef readonly object dtype, wire, numel, root, label, step
+    cdef readonly object dtype, wire, numel, root, label, fingerprint
 
     cdef int _decode(self) except -1
 

@@ -13,7 +13,7 @@ class Call:
     numel: int
     root: int
     label: int
-    step: int
+    fingerprint: int
     nbytes: int
     shard_key: tuple[object, ...]
 

@@ -47,7 +47,7 @@ cdef object called_by(const announcement *a):
         return Called(kind, kind)
     return called(
         kind, a.numel, DTYPES[a.dtype], op=op_of(a), root=a.root, wire=DTYPES[a.wire],
-        label=a.label, step=a.fingerprint,
+        label=a.label, fingerprint=a.fingerprint,
     )
 
 
@@ -78,11 +78,12 @@ cdef class Call:
 
     def __init__(
         self, str kind, numel=0, dtype=CPU_DTYPES[0], wire=None, str op="sum", *, root=0, label=0,
-        step=0, part=None, bint has_data=True,
+        fingerprint=0, part=None, bint has_data=True,
     ):
         """part: a transport.Part, of a bucket. has_data: else the others' call counts alone."""
         self.it = announced(KINDS.index(kind), OP_CODES[op])
-        self.it.numel, self.it.root, self.it.label, self.it.fingerprint = numel, root, label, step
+        self.it.numel, self.it.root, self.it.label = numel, root, label
+        self.it.fingerprint = fingerprint
         self.it.dtype, self.it.wire = DTYPE_CODES[dtype], DTYPE_CODES[wire or dtype]
         self.it.presence = HAS_DATA if has_data else HAS_NO_DATA
         if part is not None:
@@ -96,7 +97,7 @@ cdef class Call:
         self.op = SKIP if self.it.presence == VOTES_TO_SKIP else OP_NAMES[self.it.op]
         self.dtype, self.wire = DTYPES[self.it.dtype], DTYPES[self.it.wire]
         self.numel, self.root = self.it.numel, self.it.root
-        self.label, self.step = self.it.label, self.it.fingerprint
+        self.label, self.fingerprint = self.it.label, self.it.fingerprint
         return 0
 
     def packed(self):

@@ -9,7 +9,7 @@ import torch
 
 from fastcomm.comm.collective import (
     CPU_DTYPES, OPS, as_pairs, canonical_op, check_out, check_root, lacks_memory, name_of,
-    refuse_dtype, refuse_tensor, shard_of, steps_made,
+    refuse_dtype, refuse_tensor, shard_of, fingerprint_of,
 )
 from fastcomm.comm.parts import check_rooted, exchanged
 from fastcomm.comm.communicator import Communicator
@@ -38,8 +38,9 @@ cdef int op_code(op) except -1:
 
 
 cdef class Collectives:
-    """The base of all communicators, before Transport. What ends with `except -1` or returns an
-    object may raise.
+    """The base of all communicators, before Transport. A transport in Cython overrides the cdef
+    methods below; one in Python has check_usable, run, run_together and run_parts in their place.
+    Each has _empty, _abandon, _close and _abort, too, which the last methods here call.
     """
 
     def __cinit__(
@@ -53,7 +54,7 @@ cdef class Collectives:
         end = "" if self.failure is None else ", ended"
         return f"<{type(self).__name__}: rank {self.rank} of {self.world_size}{place}{end}>"
 
-    # -- what a transport supplies; one in Python, the methods that are called here --
+    # -- what a transport supplies --
 
     cdef int _check_usable(self) except -1:
         """Raises the reason if no collective can begin."""
@@ -124,7 +125,7 @@ cdef class Collectives:
             it.d.numel, it.d.place = numel, PRIVATE_MEMORY
             # the prime mixes upwards alone, and few bits travel
             checksum = (checksum ^ checksum >> 32) * 0x9E3779B97F4A7C15UL
-            it.d.fingerprint = steps_made(n, checksum >> 33)
+            it.d.fingerprint = fingerprint_of(n, checksum >> 33)
             return self._run_together(&it, taken, async_op)
         finally:
             free(it.pieces)
@@ -194,7 +195,7 @@ cdef class Collectives:
         self._check_usable()
         return self._run(&it, None, None, async_op)
 
-    # -- memory, and the end: a transport has _empty, _abandon, _close and _abort --
+    # -- memory, and the end --
 
     def empty(self, numel, *, dtype):
         refusal = self.standing.refusal()

@@ -250,7 +250,7 @@ def in_words(entry: Entry, *, is_message: bool = False) -> str:
         op=entry.op,
         root=entry.root,
         label=entry.label,
-        step=entry.step,
+        fingerprint=entry.fingerprint,
     ).words
 
 

@@ -3,7 +3,7 @@ from libc.stdint cimport int64_t, uint32_t, uint64_t
 
 cdef class Entry:
     cdef public uint64_t number
-    cdef readonly uint64_t epoch, numel, step
+    cdef readonly uint64_t epoch, numel, fingerprint
     cdef readonly uint32_t label
     cdef readonly int root
     cdef public int lane
@@ -32,5 +32,5 @@ cdef class FlightRecorder:
 
     cpdef Entry note(
         self, str kind, dtype, uint64_t numel, uint64_t number=*, str op=*, int root=*,
-        uint32_t label=*, uint64_t step=*,
+        uint32_t label=*, uint64_t fingerprint=*,
     )

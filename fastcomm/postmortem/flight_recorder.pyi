@@ -19,7 +19,7 @@ class Entry:
     op: str | None
     root: int
     label: int
-    step: int
+    fingerprint: int
     posted_ns: int
     started_ns: int
     ended_ns: int
@@ -45,7 +45,7 @@ class FlightRecorder:
         op: str | None = None,
         root: int = 0,
         label: int = 0,
-        step: int = 0,
+        fingerprint: int = 0,
     ) -> Entry: ...
     def entries(self) -> list[Entry]: ...
 

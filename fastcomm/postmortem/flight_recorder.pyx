@@ -37,7 +37,7 @@ cdef inline int64_t now() noexcept nogil:
 @cython.freelist(64)
 cdef class Entry:
     """One collective. Equal on all ranks: epoch, number, kind, dtype, numel, op, root, label,
-    step.
+    fingerprint.
 
     number: of the collective; 0 where that is not known yet. epoch: how often the ranks had met
         anew, where numbers begin again then.
@@ -78,13 +78,13 @@ cdef class FlightRecorder:
 
     cpdef Entry note(
         self, str kind, dtype, uint64_t numel, uint64_t number=0, str op=None, int root=0,
-        uint32_t label=0, uint64_t step=0,
+        uint32_t label=0, uint64_t fingerprint=0,
     ):
         """Notes a collective that is posted now. op, root: as in words.called()."""
         cdef Entry entry = Entry.__new__(Entry)
         entry.kind, entry.dtype, entry.numel, entry.number = kind, dtype, numel, number
         entry.op, entry.root = op, root if kind in WITH_ROOT else -1
-        entry.label, entry.step = label, step
+        entry.label, entry.fingerprint = label, fingerprint
         entry.epoch, entry.posted_ns = self.epoch, now()
         if self.n_noted < KEPT:
             self.kept.append(entry)

@@ -59,12 +59,12 @@ class Bucket(Counter):
         """
         own = [named[slot.index] for slot in layout.slots]
         self.dtype = layout.dtype  # of the flat buffer, in which complex gradients lie as pairs
-        numel += len(own)  # behind the gradients: their used mask
+        self.numel = numel  # of the flat buffer, as far as it holds gradients
+        whole = numel + len(own)  # behind the gradients: their used mask
         if is_copied:
-            self.flat = torch.zeros(numel, dtype=self.dtype, device=comm.device)
+            self.flat = torch.zeros(whole, dtype=self.dtype, device=comm.device)
         else:
-            self.flat = comm.empty(numel, dtype=self.dtype).zero_()
-        self.numel = numel - len(own)  # of the flat buffer, as far as it holds gradients
+            self.flat = comm.empty(whole, dtype=self.dtype).zero_()
         offsets = [slot.offset for slot in layout.slots]
         self.geometries = [
             (offset, p.size(), strides_of(p)) for offset, (_, p) in zip(offsets, own, strict=True)
@@ -131,23 +131,18 @@ class Bucket(Counter):
     def launch(
         self,
         op: str,
-        step: int,
+        fingerprint: int,
         part: Part,
         *,
         keeps_graph: bool,
         inspect: Inspection | None,
     ) -> None:
         """Moves the gradients into the flat buffer, of which they are views from here on, and
-        starts its reduction. step, part: see BoundBucket.launch. inspect: is shown the gradients
-        that take part, before they are reduced.
+        starts its reduction. fingerprint, part: see BoundBucket.launch. inspect: is shown the
+        gradients that take part, before they are reduced.
         """
-        is_empty = not part.weight
         self._remake_views()
-        taking_part = self.parameters
-        if self.n_pending:
-            taking_part = self.gradients.taking_part(taking_part, self.ready)
-        if is_empty:
-            taking_part = self._leave_out(keeps_graph)
+        taking_part = self._taking_part(part, keeps_graph)
         if keeps_graph:
             self._set_graphs_aside(taking_part)
         own = _gradients_of(taking_part) if inspect is not None else []
@@ -156,27 +151,35 @@ class Bucket(Counter):
         if inspect is not None:
             inspect([self.names[i] for i, _ in own], [gradient for _, gradient in own])
         for i in missing:
-            if self.ready[i] and not is_empty:
-                self._refuse_taken(i)
+            if self.ready[i] and part.weight:
+                self._refuse_dropped_in_hook(i)
             self._fill_missing(i)
         increment_version(self.views)  # a graph may have saved one that an earlier round has left
         try:
-            self._bound.launch(op, missing, step, part)
+            self._bound.launch(op, missing, fingerprint, part)
         except MismatchError as error:  # the others have posted something else already
             raise self._explained(error) from error.__cause__
 
     def _remake_views(self) -> None:
         """After parameter.grad.data = ... some views lie on the user's memory. To be called before
-        a gradient is compared with its view: what then is the view lies in the flat buffer.
+        a gradient is compared with its view: a gradient that is the view is then in its slot.
         """
         for i in self.gradients.give_up_displaced():
             self.views[i] = self._view(i)
 
-    def launch_vote(self, op: str, step: int, part: Part) -> None:
+    def launch_vote(self, op: str, fingerprint: int, part: Part) -> None:
         """Takes part without any gradient, as all ranks will drop this round."""
         missing = self._bound.gather([None] * len(self.views))
         self._is_gathered = True
-        self._bound.launch(op, missing, step, part)
+        self._bound.launch(op, missing, fingerprint, part)
+
+    def _taking_part(self, part: Part, keeps_graph: bool) -> list[Parameter | None]:
+        """The parameters whose gradients take part, None in place of the others."""
+        if not part.weight:
+            return self._leave_out(keeps_graph)
+        if not self.n_pending:
+            return self.parameters
+        return self.gradients.taking_part(self.parameters, self.ready)
 
     def _leave_out(self, keeps_graph: bool) -> list[Parameter | None]:
         """Drops the gradients that this rank has made without data. Zeros that an earlier round has
@@ -234,8 +237,8 @@ class Bucket(Counter):
             self._untouched[i] = None
             self.views[i].zero_()
         else:
-            is_ours = self.gradients.is_ours(i, gradient)
-            self._untouched[i] = gradient.clone() if is_ours else gradient
+            is_flat = self.gradients.is_in_flat_buffer(i, gradient)
+            self._untouched[i] = gradient.clone() if is_flat else gradient
             if gradient is not self.views[i]:
                 self._copy_in(i, gradient)
 
@@ -247,16 +250,16 @@ class Bucket(Counter):
         parameter, view = self._references[i](), self.views[i]
         assert parameter is not None  # for the type checker
         trouble = misfit_in_slot(parameter, gradient, view)
-        is_at_home = trouble is None and gradient.data_ptr() == view.data_ptr()
-        if trouble is None and not is_at_home and inside([gradient]):
+        is_in_slot = trouble is None and gradient.data_ptr() == view.data_ptr()
+        if trouble is None and not is_in_slot and inside([gradient]):
             trouble = OTHERS_GRADIENT
         if trouble is not None:
             raise FastcommError(f"the gradient of parameter {self.names[i]} {trouble}")
-        view.copy_(gradient.clone() if is_at_home else gradient)
+        view.copy_(gradient.clone() if is_in_slot else gradient)
 
-    def bring_home(self) -> None:
+    def gather_elsewhere(self) -> None:
         """Copies the gradients that lie elsewhere into the flat buffer. Raises as _copy_in()."""
-        for i, gradient in self._outside():
+        for i, gradient in self._elsewhere():
             if gradient is not None:
                 self._copy_in(i, gradient)
 
@@ -289,7 +292,7 @@ class Bucket(Counter):
                 "Reducer(overlap=False)"
             )
 
-    def _refuse_taken(self, i: int) -> None:
+    def _refuse_dropped_in_hook(self, i: int) -> None:
         """The gradient is not the one autograd has made. That is fine if autograd has made none, or
         if a hook that runs before the reducer's has dropped it.
         """
@@ -368,7 +371,7 @@ class Bucket(Counter):
             if is_present[i]:
                 parameter.grad = self.views[i]
                 continue
-            if before is not None and self.gradients.is_ours(i, parameter.grad):
+            if before is not None and self.gradients.is_in_flat_buffer(i, parameter.grad):
                 self.views[i].copy_(before)
             left.append(i)
         return left
@@ -409,7 +412,7 @@ class Bucket(Counter):
         # On every rank, whatever this one has found: the next round is then counted on all.
         if not self._has_streams and not self._bound.count_results(True):
             return None
-        outside = self._outside()
+        outside = self._elsewhere()
         if any(self._is_misfit(i, gradient) for i, gradient in outside):
             return None
         if self._has_streams:
@@ -446,7 +449,7 @@ class Bucket(Counter):
             place.copy_(values)
         return found
 
-    def _outside(self) -> list[tuple[int, Tensor | None]]:
+    def _elsewhere(self) -> list[tuple[int, Tensor | None]]:
         """The slots whose gradient is another tensor than the view, or missing. A view that the
         user has moved out of the flat buffer is another tensor.
         """
@@ -457,7 +460,7 @@ class Bucket(Counter):
         """Multiplies all gradients by a scalar on the device. What lies in the flat buffer but is
         no gradient any more stays as it is: the user may have a name for it.
         """
-        outside = self._outside()
+        outside = self._elsewhere()
         places = [self.views[i].data for i, _ in outside]
         before = [place.clone() for place in places]
         # A number without a dimension would be multiplied in the scalar's dtype, not in its own.

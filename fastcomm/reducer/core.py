@@ -77,7 +77,7 @@ class Core(ReducerFlags):
     n_rounds: how many reductions have ended as they should; equal on all ranks.
     number: among the reducers of the communicator.
     extensions: of the features that are used, in the order in which they came.
-    deferred: what was raised where nobody could catch it. The next call raises it.
+    error_in_backward: what was raised where nobody could catch it. The next call raises it.
     """
 
     def __init__(self, comm: Transport, options: Options, *, overlap: bool) -> None:
@@ -93,7 +93,7 @@ class Core(ReducerFlags):
         self.number = 0
         self.steps = StepRecord()
         self.reduces_backwards = True
-        self.deferred: BaseException | None = None
+        self.error_in_backward: BaseException | None = None
         self.guards = Guards(weakref.WeakMethod(self.named_parameters))
         self.timeline: Timeline | None = None
         self._model: Callable[[], Model | None] | None = None
@@ -228,7 +228,7 @@ class Core(ReducerFlags):
         allow_steps(p for _, p in self.named_parameters())
         self.guards.remove()
         self._handles, self.buckets, self._model = [], [], None
-        self.round, self.deferred = None, None
+        self.round, self.error_in_backward = None, None
         for extension in self.extensions:
             extension.forget()
         watch_steps()
@@ -414,7 +414,7 @@ class Core(ReducerFlags):
 
     def open(self) -> Round:
         """The open round; a new one if there is none."""
-        self.raise_deferred()
+        self.raise_from_backward()
         if self.round is None:
             if self.guards.refusal is not None:
                 raise FastcommError(self.guards.refusal)
@@ -423,7 +423,7 @@ class Core(ReducerFlags):
                 self.buckets,
                 self.options.op,
                 self.n_rounds + 1,
-                self.steps.packed(),
+                self.steps.fingerprint(),
                 reducer=self.number,
                 phases=None if self.comm.has_streams else self.phases,
                 extensions=self.extensions,
@@ -483,7 +483,7 @@ class Core(ReducerFlags):
         """End the open round: see Reducer.synchronize. is_between_steps: no other backward is under
         way, and no step of an optimizer.
         """
-        self.raise_deferred()
+        self.raise_from_backward()
         if self.round is None and any(one.votes for one in self.extensions):
             self.open().count_all()  # no backward has taken this rank's part
         ending = self.round
@@ -504,16 +504,16 @@ class Core(ReducerFlags):
         try:
             ending.advance(is_end=True)
             if ending.state is not State.ABANDONED:
-                self._confer(can_replan=is_between_steps and not self.skipped)
+                self._compare_and_plan(can_replan=is_between_steps and not self.skipped)
         except BaseException as interruption:
             if ending.state is not State.ABANDONED and ending.is_over:  # as on the other ranks
                 try:
-                    self._confer(can_replan=False)
+                    self._compare_and_plan(can_replan=False)
                 except FastcommError as trouble:
                     raise interruption from trouble
             raise
 
-    def _confer(self, *, can_replan: bool) -> None:
+    def _compare_and_plan(self, *, can_replan: bool) -> None:
         """What the ranks do together after some rounds: compare parameters, tell who was late, plan
         other buckets. Called again, where an error or a signal handler's exception has come out of
         it, it does what is left.
@@ -527,7 +527,7 @@ class Core(ReducerFlags):
             if audit is not None:
                 audit.compare(self)
             if tells:
-                told = unpacked(self.steps.packed())
+                told = unpacked(self.steps.fingerprint())
                 with all_or_none(self.comm):
                     steps = stragglers.tell(self.n_rounds, *told)
             if planner.looks_for is not None:
@@ -555,12 +555,12 @@ class Core(ReducerFlags):
             if self.round is not None:
                 self.round.backward_failed()
         except BaseException as error:
-            self.deferred = error
+            self.error_in_backward = error
 
-    def raise_deferred(self) -> None:
+    def raise_from_backward(self) -> None:
         """Raise what could not be raised where it happened."""
-        if self.deferred is not None:
-            error, self.deferred = self.deferred, None
+        if self.error_in_backward is not None:
+            error, self.error_in_backward = self.error_in_backward, None
             raise error
 
     def refuse_inside_backward(self, what: str) -> None:
@@ -608,7 +608,7 @@ class Core(ReducerFlags):
 
     def _require_reduced(self, chosen: Iterable[tuple[Bucket, list[int] | None]]) -> None:
         """Raises FastcommError naming a gradient in these slots (None: all of a bucket's) that no
-        round has reduced: the one place that decides it.
+        round has reduced. Those of parameters that no bucket has: see optimizer_hooks, guards.
         """
         if self.steps_alone:
             return  # each rank uses its own

@@ -87,19 +87,21 @@ cdef class Gradients:
 
     # -- whose memory it is ------------------------------------------------------------------------
 
-    cdef bint _is_in_place(self, Py_ssize_t i) except -1:
+    cdef bint _is_view_in_slot(self, Py_ssize_t i) except -1:
         """Whether the view lies in its slot, and not where `.data =` or the like has put it."""
         cdef GradientSlot slot = self.slots[i]
         return slot is None or slot.still_holds(self.views[i])
 
-    cdef bint _is_at_home(self, Py_ssize_t i, gradient) except -1:
-        """Whether it is the view, or another tensor on its memory, which shares its version."""
+    cdef bint _is_in_slot(self, Py_ssize_t i, gradient) except -1:
+        """Whether it is the view, or another tensor on its memory, which shares its version. An
+        empty one has no address.
+        """
         if gradient is self.views[i]:
             return True
         cdef GradientSlot slot = self.slots[i]
-        return slot is not None and slot.holds(gradient)
+        return slot is not None and slot.address != NULL and slot.holds(gradient)
 
-    def is_ours(self, Py_ssize_t i, gradient):
+    def is_in_flat_buffer(self, Py_ssize_t i, gradient):
         """Whether rounds write to this gradient of slot i: an empty view has no address."""
         return gradient is self.views[i] or (gradient is not None and bool(inside([gradient])))
 
@@ -110,7 +112,7 @@ cdef class Gradients:
         cdef list found = []
         cdef Py_ssize_t i
         for i in range(len(self.views)):
-            if self._is_in_place(i):
+            if self._is_view_in_slot(i):
                 continue
             if self.others[i] is None:
                 is_own = self.states[i] == ACCUMULATED
@@ -147,18 +149,18 @@ cdef class Gradients:
     cdef bint _is_noted(self, Py_ssize_t i, gradient) except -1:
         """Whether it is the tensor whose state was noted, whatever was written to it since."""
         other = self.others[i]
-        return self._is_at_home(i, gradient) if other is None else other() is gradient
+        return self._is_in_slot(i, gradient) if other is None else other() is gradient
 
     cdef object _version(self, Py_ssize_t i, gradient):
         """That of the noted tensor; NaN, which equals no other, of a view that lies elsewhere."""
         if self.others[i] is not None:
             return version_of(gradient)
-        return self.views[i]._version if self._is_in_place(i) else NAN
+        return self.views[i]._version if self._is_view_in_slot(i) else NAN
 
     cdef int _note(self, Py_ssize_t i, GradientState state, gradient) except -1:
         """The gradient, as it is now, is of this state."""
         self.states[i] = NONE if gradient is None else state
-        is_elsewhere = gradient is not None and not self._is_at_home(i, gradient)
+        is_elsewhere = gradient is not None and not self._is_in_slot(i, gradient)
         self.others[i] = ref(gradient) if is_elsewhere else None
         if state == SPENT and gradient is not None:
             self.versions[i] = self._version(i, gradient)
@@ -284,7 +286,7 @@ cdef class Gradients:
                 continue
             if parameter.grad is not view or view._version != self.watched[i]:
                 return i
-            if not self._is_in_place(i):
+            if not self._is_view_in_slot(i):
                 return i
         return -1
 

@@ -67,7 +67,7 @@ cdef class GradientHook:
 
     reducer: has the methods begin_backward and refuse_abandoned_backward; its rounds have
         advance.
-    bucket: has the method refuse_second_gradient, called once it is launched.
+    bucket: has is_launched and the method refuse_second_gradient, called from then on.
     note_stream: called first, for transports with streams; or None.
     """
 

@@ -25,7 +25,7 @@ from torch.optim.optimizer import (
 )
 from torch.utils.weak import WeakIdKeyDictionary
 
-from fastcomm.comm.collective import steps_made
+from fastcomm.comm.collective import fingerprint_of
 from fastcomm.comm.words import BEGINNINGS, RECORDS, STEPS, advice_on_bucket
 from fastcomm.errors import FastcommError, MismatchError
 from fastcomm.reducer.bucket import Bucket
@@ -69,9 +69,9 @@ class StepRecord:
         self.n = self.record = 0
         self.last: list[SteppedSlots] = []
 
-    def packed(self) -> int:
-        """Returns it as it travels with each bucket: see collective.steps_made."""
-        return steps_made(self.n, self.record)
+    def fingerprint(self) -> int:
+        """As it travels with each bucket: see collective.fingerprint_of."""
+        return fingerprint_of(self.n, self.record)
 
     def compare(self, ranks: list[list[float]], rank: int, buckets: Sequence[Bucket]) -> None:
         """Raises MismatchError, on every rank, where they differ. ranks: record and number of steps

@@ -332,7 +332,7 @@ class Reducer(ProcessBound):
         core = self.core
         core.model()
         core.refuse_local_steps("skip_step()")
-        core.raise_deferred()
+        core.raise_from_backward()
         core.skipping().skip_step(core)
 
     def skip_step_on(

@@ -68,9 +68,9 @@ class Round(RoundFlags):
     buckets: all of the reducer's, in the order of the plan.
     op: of the communicator, or one of collective.WEIGHTED_OPS; see weigh().
     part: what this rank brings into it; see Transport.begin_round.
-    number: among the settled rounds of the reducer, counted from 1.
-    step: of this rank's optimizers; see collective.steps_made.
-    reducer: its number; 0 where none has opened the round.
+    number: among the rounds of the reducer that were not abandoned, counted from 1.
+    fingerprint: of this rank's steps; see collective.fingerprint_of.
+    reducer: the number of the one that has opened the round.
     phases: of the reducer, where a launch in the backward may wait for other ranks.
     when_over: called with the round when it is over, and again if that was interrupted.
     last_in_words: for messages, what this rank's optimizers have stepped last.
@@ -84,7 +84,7 @@ class Round(RoundFlags):
         buckets: Sequence[Bucket],
         op: str,
         number: int,
-        step: int,
+        fingerprint: int,
         *,
         reducer: int = 0,
         phases: Phases | None = None,
@@ -100,7 +100,7 @@ class Round(RoundFlags):
         self.inspect: Inspection | None = None  # sees this rank's gradients before their reduction
         self.was_voted_down = False  # some rank votes to skip; known when the buckets are reduced
         self.is_by_hand = False  # it reduces what stands in .grad, without a backward
-        self._comm, self._step, self._reducer = comm, step, reducer
+        self._comm, self._fingerprint, self._reducer = comm, fingerprint, reducer
         self._phases = phases or Phases()
         self._when_over, self._last_in_words, self._note = when_over, last_in_words, note
         self.survived: FastcommError | None = None  # an error that an extension survives
@@ -207,15 +207,19 @@ class Round(RoundFlags):
         if self.observer is not None:
             self.observer.before_launch(self, self._n_launched)
         bucket = self.buckets[self._n_launched]
-        step = (
-            with_checksum(self._step, bucket.step_checksum) if bucket.step_checksum else self._step
-        )
+        fingerprint = self._fingerprint
+        if bucket.step_checksum:
+            fingerprint = with_checksum(fingerprint, bucket.step_checksum)
         try:
             if self.part.votes:
-                bucket.launch_vote(self.op, step, self.part)
+                bucket.launch_vote(self.op, fingerprint, self.part)
             else:
                 bucket.launch(
-                    self.op, step, self.part, keeps_graph=self._keeps_graph, inspect=self.inspect
+                    self.op,
+                    fingerprint,
+                    self.part,
+                    keeps_graph=self._keeps_graph,
+                    inspect=self.inspect,
                 )
         except MismatchError as error:
             raise self._explained(error) from error.__cause__

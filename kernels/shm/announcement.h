@@ -56,8 +56,7 @@ struct announcement {
     uint8_t presence, place;
     uint32_t label;       /* the caller's name for this collective (a bucket's number) */
     uint64_t numel;       /* of the input; of SCATTER, of the output */
-    uint64_t fingerprint; /* of a bucket: of the caller's steps, see collective.steps_made; of
-                             tensors that are reduced as one: of their number and sizes */
+    uint64_t fingerprint; /* see collective.fingerprint_of */
     uint64_t offset;      /* in the segment, where the place is IN_ARENA */
     /* A weighted op adds scale * tensor over the ranks, and divides by the sum of the ranks'
      * weights; where that is 0, so is the result. */

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fastcomm.comm.collective import bucket_label, steps_made
+from fastcomm.comm.collective import bucket_label, fingerprint_of
 from fastcomm.comm.words import BACKWARDS, BEGINNINGS, CALLS, RECORDS, STEPS, Called, called
 from fastcomm.comm.words import mismatch as mismatch_of
 
@@ -13,8 +13,8 @@ BARRIER = Called("barrier", "barrier")
 
 
 def bucket(n_steps: int, record: int = 0, op: str = "mean", kind: str = "all_reduce") -> Called:
-    step = steps_made(n_steps, record)
-    return called(kind, 34, torch.float32, op=op, label=bucket_label(0, 0), step=step)
+    fingerprint = fingerprint_of(n_steps, record)
+    return called(kind, 34, torch.float32, op=op, label=bucket_label(0, 0), fingerprint=fingerprint)
 
 
 def test_a_bucket_is_called_by_its_number_and_what_its_rank_has_stepped() -> None:

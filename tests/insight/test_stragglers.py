@@ -234,7 +234,7 @@ def test_over_nccl_ranks_that_have_not_stepped_alike_are_told_with_their_phases(
 @_telling_often
 def test_who_is_interrupted_between_a_round_and_the_telling_tells_all_the_same(comm, where):
     model, reducer, optimizer = _train(comm, steps=stragglers.FIRST_ROUNDS - 1)
-    compare = reducer.core._confer
+    compare = reducer.core._compare_and_plan
     n_calls = []
 
     def interrupted(*, can_replan):
@@ -246,11 +246,11 @@ def test_who_is_interrupted_between_a_round_and_the_telling_tells_all_the_same(c
             raise Interrupted
 
     if comm.rank:
-        reducer.core._confer = interrupted
+        reducer.core._compare_and_plan = interrupted
         with pytest.raises(Interrupted):
             _step(model, optimizer, 1)
         optimizer.step()
-        reducer.core._confer = compare
+        reducer.core._compare_and_plan = compare
     else:
         _step(model, optimizer, 1)
     _step(model, optimizer, stragglers.LEAST_ROUNDS)

@@ -3,7 +3,7 @@
 Ranks that have the same parameters and reduce the same gradients keep the same parameters. A rank
 whose memory, processor or link has flipped a bit has others from then on, and so does one whose
 script has changed a parameter by itself. Nothing else notices all of it: what each bucket carries
-are a few elements (collective.steps_made), and over NCCL nothing.
+are a few elements (collective.fingerprint_of), and over NCCL nothing.
 """
 
 from __future__ import annotations

@@ -180,7 +180,7 @@ class BucketShard:
             if parameter is not None and not self._slots[i].holds(parameter):
                 self._take_back(i, bucket.names[i], parameter)
         if self.keeps_gradients:
-            bucket.bring_home()
+            bucket.gather_elsewhere()
         for i, (parameter, piece) in enumerate(zip(parameters, self.pieces, strict=True)):
             gradient = None if parameter is None else parameter.grad
             if self.keeps_gradients:

@@ -37,7 +37,7 @@ _INDEX_NBYTES = 8
 class Offer(NamedTuple):
     """What one rank brings.
 
-    call: with op, steps, weight and vote; its numel means nothing.
+    call: with op, fingerprint, weight and vote; its numel means nothing.
     n_rows: by slot, how many rows its gradient has; 0 where there is none.
     is_present: by slot, whether a gradient is of this round, and not only left from an earlier one.
     """
@@ -108,7 +108,7 @@ class SparseBucket(Bucket):
     def launch(
         self,
         op: str,
-        step: int,
+        fingerprint: int,
         part: Part,
         *,
         keeps_graph: bool,
@@ -118,12 +118,12 @@ class SparseBucket(Bucket):
         self._refuse_capture()
         if self._producers is not None:
             self._producers.order_before_current()
-        gradients = self._taking_part(part, keeps_graph)
+        gradients = self._brought(part, keeps_graph)
         if inspect is not None:
             self._show(gradients, inspect)
         rows = [None if gradient is None else rows_of(gradient) for gradient in gradients]
         own = Offer(
-            Call("all_reduce", op=op, step=step, part=part),
+            Call("all_reduce", op=op, fingerprint=fingerprint, part=part),
             [0 if one is None else len(one.indices) for one in rows],
             [i not in self._untouched for i in range(len(gradients))],
         )
@@ -143,10 +143,10 @@ class SparseBucket(Bucket):
                 values.append(values_of(gradient))
         inspect(names, values)
 
-    def launch_vote(self, op: str, step: int, part: Part) -> None:
+    def launch_vote(self, op: str, fingerprint: int, part: Part) -> None:
         """The offer carries the vote, over every transport."""
         n = len(self.names)
-        vote = Call("all_reduce", op=op, step=step, part=part)
+        vote = Call("all_reduce", op=op, fingerprint=fingerprint, part=part)
         own = Offer(vote, [0] * n, [False] * n)
         self._take_part(own, [None] * n)
 
@@ -165,23 +165,17 @@ class SparseBucket(Bucket):
                 "waited for, which cannot be captured in a CUDA graph: use sparse=False"
             )
 
-    def _taking_part(self, part: Part, keeps_graph: bool) -> list[Tensor | None]:
+    def _brought(self, part: Part, keeps_graph: bool) -> list[Tensor | None]:
         """The gradients that this rank brings, by slot, and among them those that no backward has
         touched: as in a bucket of dense ones, the mean of what all ranks have stays what it is.
         """
-        parameters = self.parameters
-        is_empty = not part.weight
-        taking_part = parameters
-        if self.n_pending:
-            taking_part = self.gradients.taking_part(parameters, self.ready)
-        if is_empty:
-            taking_part = self._leave_out(keeps_graph)
+        taking_part = self._taking_part(part, keeps_graph)
         gradients: list[Tensor | None] = []
-        for i, parameter in enumerate(parameters):
+        for i, parameter in enumerate(self.parameters):
             gradient = None if parameter is None else parameter.grad
             if taking_part[i] is None or gradient is None:
-                if self.ready[i] and not is_empty:
-                    self._refuse_taken(i)
+                if self.ready[i] and part.weight:
+                    self._refuse_dropped_in_hook(i)
                 self._untouched[i] = gradient
             if parameter is not None and gradient is not None:
                 self._refuse_misfit(i, parameter, gradient)
@@ -213,7 +207,10 @@ class SparseBucket(Bucket):
                 raise FastcommError(f"rank {rank} has sent what cannot be: {error}") from error
         verdict = conclude([offer.call for offer in offers])
         if not verdict.is_agreed:
-            calls = [words.Called("", one.call.op, label=1, step=one.call.step) for one in offers]
+            calls = [
+                words.Called("", one.call.op, label=1, fingerprint=one.call.fingerprint)
+                for one in offers
+            ]
             what = words.in_words(dict(enumerate(calls)))
             mismatch = MismatchError(f"the ranks reduce sparse gradients differently: {what}")
             mismatch.differs = words.difference(calls)

@@ -75,15 +75,15 @@ cdef class BlockKernels:
         )
         return blocks
 
-    def add(self, values, covered, blocks, int own, int op=0):
-        """Reduces rows, what encode() has returned for each rank one after the other, into
-        `values`, which are row `own`. op: NCCL's number; 0 adds.
+    def add(self, values, covered, blocks, int own):
+        """Adds rows, what encode() has returned for each rank one after the other, to `values`,
+        which are row `own`.
         """
         cdef uint32_t n_blocks = _n_blocks(values)
         self.add_on(
             self.device.current_stream(), <float *>_data(values), <coded_block *>_data(blocks),
             n_blocks, values.numel(), <uint32_t *>_data(covered),
-            blocks.numel() // (n_blocks * sizeof(coded_block)), own, op,
+            blocks.numel() // (n_blocks * sizeof(coded_block)), own, 0,
         )
 
     def decode(self, values, blocks):

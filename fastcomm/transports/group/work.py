@@ -88,8 +88,8 @@ class GroupWork(BucketWork):
         payload = None if transfer is None else transfer.payload
         is_small = payload is not None and payload.nbytes <= PAYLOAD_NBYTES
         self.payload = payload if is_small else None
-        # The tensor, if others can be fused with it: nothing but its length, label and step tells
-        # it from theirs, and it does not travel with its announcement.
+        # The tensor, if others can be fused with it: nothing but its length, label and fingerprint
+        # tells it from theirs, and it does not travel with its announcement.
         is_fusable = not is_small and call.nbytes <= FUSABLE_NBYTES and call.op in OPS
         self.fusable = transfer.fusable if transfer is not None and is_fusable else None
         self.is_prepared = False  # its data may be sent with its announcement
@@ -250,13 +250,15 @@ class GroupBucket(BoundBucket):
         self._newest = None
         return self._gathering.gather(parameters)
 
-    def launch(self, op: str, missing: list[int], step: int = 0, part: Part = ALIKE) -> GroupWork:
+    def launch(
+        self, op: str, missing: list[int], fingerprint: int = 0, part: Part = ALIKE
+    ) -> GroupWork:
         """Waits for nobody."""
         self._newest, flat, mask = None, self._flat, self._gathering.used_mask
         self._queue.check_usable()
         mask.fill(op, missing)
         what = "all_reduce", flat.numel(), flat.dtype, self._sent, op
-        call = Call(*what, label=self._label, step=step, part=part)
+        call = Call(*what, label=self._label, fingerprint=fingerprint, part=part)
         work = self._newest = GroupWork(self._queue, call, self.transfer, used_mask=mask)
         work.post()
         return work

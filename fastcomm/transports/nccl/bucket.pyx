@@ -38,7 +38,7 @@ cdef class NcclBucketWork:
 
     cdef NcclBucket bucket
     cdef InFlight in_flight  # the bucket's, or another one if it was captured
-    cdef object op, token
+    cdef object op, own_mask
     cdef int epoch
     cdef uint64_t number  # among those of the epoch
     cdef bint is_captured, is_awaited
@@ -103,7 +103,7 @@ cdef class NcclBucket(GatheringBucket):
     cdef InFlight in_flight
     cdef object wire
     cdef void *wire_address
-    cdef object token  # whose address the last of `gathering.addresses` is
+    cdef object own_mask  # whose address the last of `gathering.addresses` is
     cdef BlockWire blocks
     cdef NcclCall *calls  # of a launch without them
     cdef size_t n_calls
@@ -126,7 +126,7 @@ cdef class NcclBucket(GatheringBucket):
         self.kept, self.wire_address = [], <void *><size_t>wire.data_ptr()
         self._fill_in_calls(bounds)
         self.flattened, self.producers = Event(link.cuda), Producers(link.cuda)
-        self.hold(flat, views, wire, link.world_size)
+        self.set_up(flat, views, wire, link.world_size)
         numels = [real_numel(view) for view in views]
         self.gathering = MultiTensor(
             [*numels, n], [*offsets, wire.numel() - n], flat.dtype, wire.dtype, link.cuda
@@ -232,7 +232,7 @@ cdef class NcclBucket(GatheringBucket):
         self.flat.zero_()
         return len(self.views)
 
-    def launch(self, str op, list missing, uint64_t step=0, part=ALIKE):
+    def launch(self, str op, list missing, uint64_t fingerprint=0, part=ALIKE):
         """Flattens, reduces and unflattens beside what the current stream does next. Gradients that
         do not lie in the flat buffer are kept until they have been flattened, on a stream that
         waits for no collective. The current stream flattens them itself in a CUDA graph, and where
@@ -259,21 +259,21 @@ cdef class NcclBucket(GatheringBucket):
             is_alone = not self.is_captured and not self.producers.are_others(current)
             reader = link.flattener.handle if is_alone else current
         work.is_captured = self.is_captured
-        work.token = self.used_mask.token(op, () if work.is_captured else tuple(missing))
-        if self.token is not work.token:
-            self.gathering.addresses[len(self.views)] = <void *><size_t>work.token.data_ptr()
-            self.token = work.token
+        work.own_mask = self.used_mask.own(op, () if work.is_captured else tuple(missing))
+        if self.own_mask is not work.own_mask:
+            self.gathering.addresses[len(self.views)] = <void *><size_t>work.own_mask.data_ptr()
+            self.own_mask = work.own_mask
         # If nothing moves and nothing is scaled, the wire still holds the last round's used mask:
         # see used_values.
         flattens = (bool(missing) or bool(self.kept) or scale != 1 or divisor != NULL
                     or self.wire is not self.flat
-                    or self.last is None or self.last.token is not work.token)
+                    or self.last is None or self.last.own_mask is not work.own_mask)
         if link.clock is not None and not work.is_captured:
             work.span = link.clock.span()
         work.in_flight = self.in_flight
         if work.is_captured:
             work.in_flight = self._new_record(self.in_flight.kind, self.in_flight.label)
-        work.in_flight.step = step
+        work.in_flight.fingerprint = fingerprint
         link.launches.begin(self.lane, work.in_flight, op)
         try:
             code = self._launch_on(

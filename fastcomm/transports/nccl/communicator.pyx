@@ -342,7 +342,7 @@ cdef class NcclCommunicator(Collectives, Transport):
                     kind, data, data, tensor.numel(), dtype_code, op_code, it.d.root
                 )
                 n += 1
-        work.in_flight.step = it.d.fingerprint
+        work.in_flight.fingerprint = it.d.fingerprint
         if kind == ALL_REDUCE or it.d.root != self.rank:
             work.written = outs
         if summed is not outs:
@@ -450,7 +450,7 @@ cdef class NcclCommunicator(Collectives, Transport):
             work.in_flight = (<Lane>self.link.lanes[0]).in_flight
         work.in_flight.kind, work.in_flight.root = kind, root
         work.in_flight.dtype, work.in_flight.numel = dtype, numel
-        work.in_flight.label = work.in_flight.step = 0
+        work.in_flight.label = work.in_flight.fingerprint = 0
         return work
 
     cdef object _launch(

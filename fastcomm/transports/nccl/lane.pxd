@@ -17,7 +17,7 @@ cdef class InFlight:
     cdef object dtype, op  # None: there is none
     cdef size_t numel
     cdef uint32_t label
-    cdef uint64_t step
+    cdef uint64_t fingerprint
     cdef Entry entry  # of the newest launch
     cdef Entry marked  # of the launch after which `mark` was recorded
     cdef tuple tensors  # that the launch uses, where nothing else may keep them until it is over

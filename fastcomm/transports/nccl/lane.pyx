@@ -45,14 +45,14 @@ cdef class InFlight:
             return Called(self.kind, self.kind)
         return called(
             self.kind, self.numel, self.dtype, op=self.op,
-            root=self.root, label=self.label, step=self.step,
+            root=self.root, label=self.label, fingerprint=self.fingerprint,
         )
 
     cdef int note(self, FlightRecorder flight, int lane) except -1:
         """The record's next collective is launched."""
         self.entry = flight.note(
             self.kind, self.dtype, self.numel, self.number,
-            <str>self.op if self.op is not None else None, self.root, self.label, self.step,
+            <str>self.op if self.op is not None else None, self.root, self.label, self.fingerprint,
         )
         self.entry.lane = lane
         return 0

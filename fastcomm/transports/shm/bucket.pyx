@@ -47,7 +47,7 @@ cdef class ShmBucket(GatheringBucket):
     def __cinit__(
         self, Ring ring, flat, wire, list views, list offsets, uint32_t label, tuple bounds
     ):
-        self.hold(flat, views, flat)
+        self.set_up(flat, views, flat)
         self.ring, self.wire, self.label = ring, wire, label
         self.itemsize, self.end = flat.element_size(), flat.numel() - len(views)
         self.spans = <Span *>malloc(max(len(views), 1) * sizeof(Span))
@@ -98,19 +98,19 @@ cdef class ShmBucket(GatheringBucket):
         self.next = work
         return work
 
-    def launch(self, str op, list missing, uint64_t step=0, part=ALIKE):
+    def launch(self, str op, list missing, uint64_t fingerprint=0, part=ALIKE):
         cdef ShmWork work = self.next or self._next_work(0)
         cdef int kind = CALL_ALL_REDUCE if self.bounds is None else CALL_REDUCE_SCATTER_V
         cdef announcement d = announced(kind, bucket_op_code(op))
         d.weight, d.scale, votes, _ = part
         if votes:
             d.presence = VOTES_TO_SKIP
-        cdef char *data = self.ring.check(self.wire, &d)
+        cdef char *data = self.ring.take(self.wire, &d)
         self.next = self.posted = None
         work.op, work.used_mask = op, self.used_mask
         if self.bounds is not None:
             work.take_bounds(self.bounds)
-        d.label, d.fingerprint = self.label, step
+        d.label, d.fingerprint = self.label, fingerprint
         if self.counts:
             work.counting = shm_counting(self.end, self.adds_squares)
         self.used_mask.fill(op, missing)
@@ -119,7 +119,7 @@ cdef class ShmBucket(GatheringBucket):
         self.ring.post(&d, data, data, work)
         self.posted = work
         self.ring.advance(work, 0)  # also earlier buckets that all peers have posted by now
-        if work.error is not None or self.ring.deferred is not None:
+        if work.error is not None or self.ring.from_handler is not None:
             self.ring.raise_what_ended(work)
         return work
 

@@ -72,7 +72,7 @@ cdef class ShmCommunicator(Collectives, Transport):
         return self.ring.check_usable()
 
     cdef object _taken(self, tensor, announcement *d, char **data):
-        data[0] = self.ring.check(tensor, d)
+        data[0] = self.ring.take(tensor, d)
         return tensor
 
     cdef object _run(self, Collective *it, inp, out, bint async_op):
@@ -103,8 +103,11 @@ cdef class ShmCommunicator(Collectives, Transport):
         work.wait()
 
     def broadcast_all(self, list tensors, int src=0):
+        """One by one, as no copy is made: in each of them the ranks agree."""
         for tensor in tensors:
             self.broadcast(tensor, src)
+
+    # as Transport's, without its Python frames
 
     def begin_round(self, op, part, reducer):
         self.ring.standing.forget_abandonment()
@@ -143,7 +146,7 @@ cdef class ShmCommunicator(Collectives, Transport):
     def all_gather_v(self, flat, tuple bounds, *, uint32_t label=0):
         """Every rank reads the others' shards where they lie."""
         cdef announcement d = announced(CALL_ALL_GATHER_V, SHM_SUM)
-        cdef char *data = self.ring.check(flat, &d)
+        cdef char *data = self.ring.take(flat, &d)
         cdef ShmWork work = ShmWork.__new__(ShmWork)
         if d.place == PRIVATE_MEMORY and d.numel:
             raise ValueError("all_gather_v() takes tensors that empty() has made")

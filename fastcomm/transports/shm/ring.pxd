@@ -50,15 +50,15 @@ cdef class Ring:
     # why another rank's abandonment ended the works here, until the caller has been told
     cdef object interruption
     # what a signal handler raised while this rank waited; it is raised once the wait is over
-    cdef object deferred
-    cdef double deferred_since
+    cdef object from_handler
+    cdef double raised_since
     cdef double timeout_s
     cdef uint32_t last  # number of the newest collective
     cdef bint busy
     cdef bint is_realigning  # the ranks end what was abandoned
 
     cdef close(self, int state, str message)
-    cdef char *check(self, tensor, announcement *d) except NULL
+    cdef char *take(self, tensor, announcement *d) except NULL
     cdef char *_place(self, char *data, announcement *d) noexcept
     cdef int check_usable(self) except -1
     cdef object call(
@@ -77,7 +77,7 @@ cdef class Ring:
     cdef _end(self, int state, int blames, object failure)
     cdef _bury(self)
     cdef int _come_out(self) except -1
-    cdef int _raise_deferred(self, cause) except -1
+    cdef int _raise_from_handler(self, cause) except -1
     cdef _realign(self)
     cdef object _first_failure(self, uint32_t seq)
     cdef _resolve_behind(self, ShmWork ended)

@@ -219,7 +219,7 @@ cdef class Ring:
 
     # -- how every collective is posted and finished --
 
-    cdef char *check(self, tensor, announcement *d) except NULL:
+    cdef char *take(self, tensor, announcement *d) except NULL:
         """Checks that the communicator can be used and can take the tensor; fills in its dtype,
         numel and place. Returns its address.
 
@@ -240,7 +240,7 @@ cdef class Ring:
         dtype = DTYPE_CODES.get(tensor.dtype)
         if dtype is None:
             if tensor.dtype.is_complex and tensor.layout is torch.strided:
-                return self.check(collective.as_pairs(tensor, collective.OPS[d.op]), d)
+                return self.take(collective.as_pairs(tensor, collective.OPS[d.op]), d)
             collective.refuse_dtype(tensor.dtype, CPU_DTYPES)
         try:
             is_taken = tensor.is_cpu and IS_CONTIGUOUS(tensor) and not IS_NEG(tensor)
@@ -264,7 +264,7 @@ cdef class Ring:
         if self.standing.failure is not None or self.standing.is_forked():
             refusal = self.standing.refusal()
             if not self.standing.is_forked():
-                self._raise_deferred(refusal)
+                self._raise_from_handler(refusal)
             raise refusal
         if self.busy:
             raise FastcommError(words.OTHER_THREAD)
@@ -312,7 +312,7 @@ cdef class Ring:
         if not async_op:
             work.wait()
             return None
-        self._raise_deferred(None)
+        self._raise_from_handler(None)
         return work
 
     cdef bint follow(self) except -1:
@@ -402,29 +402,29 @@ cdef class Ring:
         error, self.interruption = self.interruption, None
         self._realign()
         copy = self._uncut(self.standing.to_raise, error, -1)
-        self._raise_deferred(copy)
+        self._raise_from_handler(copy)
         raise copy
 
     cdef int raise_what_ended(self, ShmWork work) except -1:
         """Raises the error that has ended the work, if one has, and what was deferred meanwhile."""
         if work.error is not None and work.error is self.interruption:
             self.hear()
-        if self.deferred is not None:
-            self._raise_deferred(work.error)
+        if self.from_handler is not None:
+            self._raise_from_handler(work.error)
         if work.error is not None:
             raise self.standing.to_raise(work.error, work.n_abandoned)
         return 0
 
-    cdef int _raise_deferred(self, cause) except -1:
-        if self.deferred is not None:
-            error, self.deferred = self.deferred, None
+    cdef int _raise_from_handler(self, cause) except -1:
+        if self.from_handler is not None:
+            error, self.from_handler = self.from_handler, None
             raise error from cause
         return 0
 
     cdef abandon(self):
         self.interruption = None  # if another rank has abandoned this round, join it
         self._realign()
-        self._raise_deferred(None)
+        self._raise_from_handler(None)
 
     cdef _realign(self):
         """Posts CALL_ABANDON against what the peers have still posted, until all ranks stand at the
@@ -500,11 +500,11 @@ cdef class Ring:
         """Keeps what a signal handler has raised until the peers do not depend on this rank any
         more. A second exception is raised here and aborts the communicator.
         """
-        if self.deferred is not None:
-            self.deferred = None
+        if self.from_handler is not None:
+            self.from_handler = None
             self.close(SHM_ABORTED, has_aborted(self.rank))
             raise raised
-        self.deferred, self.deferred_since = raised, running_s()
+        self.from_handler, self.raised_since = raised, running_s()
         return 0
 
     cdef object _uncut(self, function, first, second):
@@ -521,10 +521,10 @@ cdef class Ring:
             PyErr_CheckSignals()
         except BaseException as raised:
             self._defer(raised)
-        if self.deferred is not None and running_s() - self.deferred_since > NOTICE_S:
-            self.deferred_since = float("inf")
-            print(f"fastcomm: rank {self.rank} was interrupted ({type(self.deferred).__name__}) "
-                  "and ends a collective first, on which its "
+        if self.from_handler is not None and running_s() - self.raised_since > NOTICE_S:
+            self.raised_since = float("inf")
+            print(f"fastcomm: rank {self.rank} was interrupted "
+                  f"({type(self.from_handler).__name__}) and ends a collective first, on which its "
                   "peers count; interrupt it again to abort", file=sys.stderr, flush=True)
         return 0
 

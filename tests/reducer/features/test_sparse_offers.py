@@ -14,7 +14,7 @@ from fastcomm.reducer.features.sparse_bucket import Offer
 from tests.support.ranks import on_ranks
 
 LIKES = [torch.empty(10, 4, device="meta"), torch.empty(6, 2, device="meta")]
-MEAN = Call("all_reduce", op="weighted mean", step=7, part=Part(0.5, 2.0))
+MEAN = Call("all_reduce", op="weighted mean", fingerprint=7, part=Part(0.5, 2.0))
 REAL = Offer(MEAN, [3, 0], [1, 1]).numbers()
 
 

@@ -19,7 +19,7 @@ from tests.support.bodies import Place, communicator
 from tests.support.ranks import fresh_ranks
 from tests.support.transports import environment_of
 
-BUCKET = Call("all_reduce", 300, torch.float32, torch.bfloat16, "mean", label=5, step=7)
+BUCKET = Call("all_reduce", 300, torch.float32, torch.bfloat16, "mean", label=5, fingerprint=7)
 REAL = BUCKET.packed() + struct.pack("=II", 2, False)
 
 
