@@ -194,8 +194,8 @@ def fingerprint_of(n: int, checksum: int) -> int:
 
 def with_checksum(fingerprint: int, checksum: int) -> int:
     """The fingerprint, with a checksum of what a bucket's parameters have become added to it."""
-    before, n = unpacked(fingerprint)
-    return fingerprint_of(n, before + checksum)
+    both = fingerprint // _CHECKSUMS + checksum
+    return (both & 0x7FFFFFFF) * _CHECKSUMS + fingerprint % _CHECKSUMS
 
 
 def unpacked(fingerprint: int) -> tuple[int, int]:

@@ -150,7 +150,8 @@ class Round(RoundFlags):
             try:
                 self.begin()
             except FastcommError as error:
-                self._survive_or_raise(error)
+                if not self._has_survived(error):
+                    raise
 
     def survive(self, error: FastcommError) -> None:
         """Launch no more, and drop the round at its end. The other ranks know the error. Its stack
@@ -158,14 +159,12 @@ class Round(RoundFlags):
         """
         self.survived = error.with_traceback(None)
 
-    def _survive_or_raise(self, error: FastcommError) -> None:
-        """Called in a backward, which goes on if an extension survives the error."""
-        if not self._is_survived(error):
-            raise error
-        self.survive(error)
-
-    def _is_survived(self, error: FastcommError) -> bool:
-        return any(extension.survives(error) for extension in self.extensions)
+    def _has_survived(self, error: FastcommError) -> bool:
+        """Whether an extension survives the error, which then need not be raised."""
+        is_survived = any(extension.survives(error) for extension in self.extensions)
+        if is_survived:
+            self.survive(error)
+        return is_survived
 
     def count_all(self) -> None:
         """Let every gradient that exists take part: no backward tells which are ready."""
@@ -197,7 +196,8 @@ class Round(RoundFlags):
                 if not self.part.votes:
                     self.buckets[self._n_launched - 1].watch_gradients()
         except FastcommError as error:
-            self._survive_or_raise(error)
+            if not self._has_survived(error):
+                raise
         self._phases.enter(BACKWARD)
 
     def _launch_next(self) -> None:
@@ -250,10 +250,9 @@ class Round(RoundFlags):
             self._settle()
         except FastcommError as error:
             # the other ranks have heard of it, or will when this one leaves
-            if self._is_survived(error):
-                self.survive(error)
+            is_survived = self._has_survived(error)
             self.abandon(error)
-            if self.survived is None:
+            if not is_survived:
                 raise
         except BaseException as error:
             if self.is_committed:

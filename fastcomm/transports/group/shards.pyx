@@ -171,13 +171,13 @@ class Announcer:
         nothing is behind it. Waits for nobody.
 
         behind: in place of a payload, calls that could be fused with this one. They differ from
-            it in nothing but numel, label and step.
+            it in nothing but numel, label and fingerprint.
         """
         call, payload = work.call, work.payload
         begun = work.transfer if work.is_prepared and not behind else None
         head = call.packed() + _REST.pack(len(behind), begun is not None)
         for one in behind:
-            head += struct.pack("=QQQ", one.numel, one.label, one.step)
+            head += struct.pack("=QQQ", one.numel, one.label, one.fingerprint)
         frame = torch.zeros(_HEAD_NBYTES + PAYLOAD_NBYTES, dtype=torch.uint8, device="cpu")
         frame[:len(head)] = torch.frombuffer(bytearray(head), dtype=torch.uint8)
         if payload is not None:
