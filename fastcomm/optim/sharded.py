@@ -335,10 +335,8 @@ class ShardedOptimizer(Optimizer):
             group.update(options_of(inner))
 
     def _spread(self) -> None:
-        under_way = []
-        for bucket in self._buckets:
-            _shard_of(bucket).drop()
-            under_way.append(_shard_of(bucket).spread())
+        self._drop()
+        under_way = [_shard_of(bucket).spread() for bucket in self._buckets]
         for work in under_way:
             work.wait()
         for bucket in self._buckets:
