@@ -47,20 +47,6 @@ BENCHMARKS = {
 
 ABSENT = "not available: "  # and then why
 
-# What bench/lib/report.py adds to each of them.
-OF_BENCHMARKS = """options of every benchmark; NAME --help lists its own:
-  --json FILE           the results as JSON; - for stdout
-  --plot FILE           a picture of them: .png, .svg or .pdf
-  --report FILE.html    a page of them: plots and commands in one file
-  --from FILE [FILE ...]
-                        measure nothing, plot or report what is in these files
-
-examples:
-  python -m fastcomm bench --report report.html
-  python -m fastcomm bench allreduce -e 16M --plot allreduce.png
-  python -m fastcomm bench --from bench/results/*.json --report report.html
-"""
-
 
 def main() -> int:
     parser = make_parser()
@@ -147,9 +133,7 @@ def add_bench(commands: Commands) -> None:
         help=says,
         usage="%(prog)s [NAME] [option ...]",
         description="Measures fastcomm beside its peers, which take turns with it in one run, and "
-        "prints how\nmany times fastcomm's time they take.",
-        epilog=OF_BENCHMARKS,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        "prints how many times fastcomm's time they take.",
     )
     names = of_bench.add_subparsers(
         dest="benchmark", required=True, metavar="NAME", title="benchmarks", prog="bench"
