@@ -21,7 +21,7 @@ MUTATIONS = (
     Mutation(
         name="sparse: a rank keeps back what no backward has touched",
         file=BUCKET,
-        within="SparseBucket._taking_part",
+        within="SparseBucket._brought",
         old="gradients.append(gradient)",
         new="gradients.append(None if i in self._untouched else gradient)",
         tests=_sparse("test_gradients_add_up_over_rounds"),

@@ -49,7 +49,7 @@ MUTATIONS = (
     Mutation(
         name="reducer: norms are taken of what a moved gradient has left behind",
         file=BUCKET,
-        within="Bucket._outside",
+        within="Bucket._elsewhere",
         old="self._remake_views()",
         new="pass",
         tests=("tests/reducer/test_gradients.py",),

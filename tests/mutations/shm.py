@@ -19,7 +19,7 @@ MUTATIONS = (
     Mutation(
         name="shm: a tensor without memory is taken",
         file=RING,
-        within="Ring.check",
+        within="Ring.take",
         old="not IS_NEG(tensor) and not is_without_memory(tensor, data):",
         new="not IS_NEG(tensor):",
         tests=("tests/contract/test_arguments.py",),
