@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.serialization import default_restore_location
 
-from fastcomm.comm import messages
+from fastcomm.comm import forms
 from fastcomm.comm.standing import again
 from fastcomm.comm.transport import Transport
 from fastcomm.errors import (
@@ -100,7 +100,7 @@ def gather_objects(comm: Transport, value: Any, call: str) -> list[Any]:
     with naming(call):
         rows = _gather(comm, packed)
     told = [
-        messages.checked(_read(rank, row, here), _TOLD, f"what rank {rank} has sent")
+        forms.checked(_read(rank, row, here), _TOLD, f"what rank {rank} has sent")
         for rank, row in enumerate(rows)
     ]
     first, _, _ = told[0]
@@ -135,7 +135,7 @@ def broadcast_object(comm: Transport, value: Any, src: int, call: str, *, is_wan
         except TypeError as error:
             trouble = str(error)
     announced = gather_objects(comm, (len(payload), trouble), call)[src]
-    nbytes, theirs = messages.checked(announced, (int, {None, str}), f"what rank {src} has sent")
+    nbytes, theirs = forms.checked(announced, (int, {None, str}), f"what rank {src} has sent")
     if theirs is not None:
         raise _refused(call, src, theirs)
     data = _room(comm, {src: nbytes})

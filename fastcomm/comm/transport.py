@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from fastcomm.comm.communicator import Communicator, Work
+from fastcomm.comm.standing import Standing
 from fastcomm.comm.who import Process
 
 
@@ -133,7 +134,7 @@ class Transport(Communicator):
     __slots__ = ()
     processes: tuple[Process, ...]  # by rank
     flight: Any  # the newest collectives, a fastcomm.postmortem.flight_recorder.FlightRecorder
-    standing: Any  # a fastcomm.comm.standing.Standing
+    standing: Standing
     # Without a Python frame, in which a signal handler might raise.
     n_abandoned = property(attrgetter("standing.n_abandoned"))
     failure = property(attrgetter("standing.failure"))

@@ -25,7 +25,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
-from fastcomm.comm import messages
+from fastcomm.comm import forms
 from fastcomm.comm.deadline import Deadline, running_s
 from fastcomm.comm.times import ANSWER_S, COMPARE_S, LOOK_S, STALLED_S, TICK_S, VERDICT_S
 from fastcomm.comm.who import Process
@@ -251,8 +251,8 @@ class Watchdog:
         if self._is_asked:
             self._publish(comm, unfinished)
         if self._abandoned is not None and newest[1] == comm.epoch:
-            n_kept, why = messages.read(
-                self._abandoned, (messages.NUMBER, str), "the note of an abandoned round"
+            n_kept, why = forms.read(
+                self._abandoned, (forms.NUMBER, str), "the note of an abandoned round"
             )
             comm._interrupt(AbandonedError(why), newest[1], n_kept)
 
@@ -260,8 +260,8 @@ class Watchdog:
         """Reads the next note of a rank that has closed. Whether there is one."""
         note = self._notes.read(f"closed/{self._n_closings}")
         if note is not None:
-            form = range(comm.world_size), messages.NUMBER, messages.NUMBER
-            rank, *where = messages.read(note, form, "the note of a rank that has closed")
+            form = range(comm.world_size), forms.NUMBER, forms.NUMBER
+            rank, *where = forms.read(note, form, "the note of a rank that has closed")
             self._closed[rank] = where
             self._n_closings += 1
         return note is not None
@@ -365,8 +365,8 @@ class Watchdog:
         if note is None:
             return None
         try:
-            form = messages.NUMBER, CALLED, str
-            number, what, where = messages.read(note, form, f"position/{rank}")
+            form = forms.NUMBER, CALLED, str
+            number, what, where = forms.read(note, form, f"position/{rank}")
         except FastcommError:
             return None
         return Position(number, Called(*what), where)
@@ -460,7 +460,7 @@ def _failure_of(note: str, world_size: int) -> FastcommError:
     """The error in a note. One that cannot be read is a failure all the same."""
     try:
         form = str, str, [range(world_size)], str
-        kind, message, lost, differs = messages.read(note, form, "the note of a failure")
+        kind, message, lost, differs = forms.read(note, form, "the note of a failure")
     except FastcommError as unreadable:
         return unreadable
     error = PeerLostError(message, lost) if lost else _KINDS.get(kind, FastcommError)(message)

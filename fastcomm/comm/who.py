@@ -9,9 +9,9 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from fastcomm.comm import messages
+from fastcomm.comm import forms
 
-PROCESS = messages.PID, str  # the form of a process, as others tell of it: pid and host
+PROCESS = forms.PID, str  # the form of a process, as others tell of it: pid and host
 
 
 class Process(NamedTuple):

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from fastcomm.comm import messages
+from fastcomm.comm import forms
 from fastcomm.comm.collective import BUCKETS_PER_REDUCER, NO_DATA, ROOTED, name_of, unpacked
 from fastcomm.errors import MismatchError
 
@@ -24,7 +24,7 @@ MOST_ASKED = 3  # ranks whose whereabouts one message shows
 
 # ---- a collective --------------------------------------------------------------------------------
 
-CALLED = str, str, messages.NUMBER, messages.NUMBER  # the form of a Called
+CALLED = str, str, forms.NUMBER, forms.NUMBER  # the form of a Called
 
 
 class Called(NamedTuple):

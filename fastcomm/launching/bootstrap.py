@@ -30,14 +30,14 @@ from torch.distributed import (  # type: ignore[attr-defined]
     TCPStore,
 )
 
-from fastcomm.comm import messages
+from fastcomm.comm import forms
 from fastcomm.comm.deadline import Deadline
 from fastcomm.comm.times import LONG_SLICE_S, SLICE_S
 from fastcomm.comm.who import PROCESS
 from fastcomm.comm.words import waited
 from fastcomm.errors import FastcommError, InitError, PeerLostError, TimeoutError
 from fastcomm.launching import launchers
-from fastcomm.launching.asking import ANSWER_S, Asked, Silence, answer_of
+from fastcomm.launching.timed_store import ANSWER_S, Silence, TimedStore, answer_of
 
 _POLL_S, _LONGEST_POLL_S = 0.002, 0.05
 _LONGEST_KNOCK_S = 10.0
@@ -97,7 +97,7 @@ class StoreBootstrap:
         self.name = f"rank {self.names[rank]}"
         self._look_at_peers = look
         self._pass_on = pass_on
-        self._store, self._asked = store, Asked(store, timeout)
+        self._store, self._timed = store, TimedStore(store, timeout)
         self.timeout = timeout
         self._n_exchanges = 0
         self._exchange = ""  # the name of the newest
@@ -114,7 +114,7 @@ class StoreBootstrap:
                 "and every run a port or file of its own (delete a file that an earlier run has "
                 "left behind)"
             )
-        agreed = text_of(self._asked.compare_set("world_size", "", str(self.world_size)))
+        agreed = text_of(self._timed.compare_set("world_size", "", str(self.world_size)))
         if agreed != str(self.world_size):
             theirs = f"another rank with {agreed}"
             self._refuse(f"{self.name} was started with world_size {self.world_size}, {theirs}")
@@ -122,14 +122,14 @@ class StoreBootstrap:
     def _claim_rank(self) -> bool:
         """Whether no other process has the rank, or one that has ended before the ranks met."""
         key, own = f"claim/{self.rank}", json.dumps([os.getpid(), host_identity()])
-        first = text_of(self._asked.compare_set(key, "", own))
+        first = text_of(self._timed.compare_set(key, "", own))
         if first == own:
             return True
         what = f"the claim to {self.name} in the store"
-        process = messages.read(first, PROCESS, what, InitError)
-        if self._asked.check([f"2/{self.rank}"]) or not has_ended(*process):
+        process = forms.read(first, PROCESS, what, InitError)
+        if self._timed.check([f"2/{self.rank}"]) or not has_ended(*process):
             return False
-        return text_of(self._asked.compare_set(key, first, own)) == own
+        return text_of(self._timed.compare_set(key, first, own)) == own
 
     def _refuse(self, message: str) -> None:
         self.fail(message)
@@ -138,12 +138,12 @@ class StoreBootstrap:
     def exchange(
         self,
         value: Any,
-        form: messages.Form,
+        form: forms.Form,
         look: Callable[[], None] | None = None,
         name: str | None = None,
     ) -> list[Any]:
         """Every rank's value, by rank. Raises InitError when a rank is missing after the timeout,
-        or has failed, or its value does not have the form: see messages.py.
+        or has failed, or its value does not have the form: see forms.py.
 
         look: called while waiting, in place of self.look; raises when a rank will not come. name:
         for an exchange that some ranks may skip; exchanges without a name are numbered.
@@ -151,12 +151,12 @@ class StoreBootstrap:
         self._n_exchanges += name is None
         self._exchange = name or str(self._n_exchanges)
         keys = [f"{self._exchange}/{rank}" for rank in range(self.world_size)]
-        self._asked.deadline = Deadline(self.timeout.total_seconds())
+        self._timed.deadline = Deadline(self.timeout.total_seconds())
         try:
-            self._asked.set(keys[self.rank], json.dumps(value))
-            sent = self._collected(keys, self._asked.deadline, look or self.look)
+            self._timed.set(keys[self.rank], json.dumps(value))
+            sent = self._collected(keys, self._timed.deadline, look or self.look)
             values = [
-                messages.read(one, form, self._what_from(rank), InitError)
+                forms.read(one, form, self._what_from(rank), InitError)
                 for rank, one in enumerate(sent)
             ]
             self._pass_on()
@@ -165,7 +165,7 @@ class StoreBootstrap:
         except RuntimeError as error:
             raise self.lost(error) from error
         finally:
-            self._asked.deadline = None
+            self._timed.deadline = None
         return values
 
     def _collected(
@@ -175,7 +175,7 @@ class StoreBootstrap:
         everyones = f"{self._exchange}/all"
         wanted = keys if self.rank == 0 else [everyones]
         pause = _POLL_S
-        while not self._asked.check(wanted):
+        while not self._timed.check(wanted):
             look()
             if deadline.is_over():
                 raise self._missing(keys)
@@ -183,10 +183,10 @@ class StoreBootstrap:
             pause = min(2 * pause, _LONGEST_POLL_S)
         if self.rank > 0:
             form = (str,) * self.world_size
-            sent = self._asked.get(everyones)
-            return list(messages.read(sent, form, self._what_from(0), InitError))
-        texts = [text_of(one) for one in self._asked.multi_get(keys)]
-        self._asked.set(everyones, json.dumps(texts))
+            sent = self._timed.get(everyones)
+            return list(forms.read(sent, form, self._what_from(0), InitError))
+        texts = [text_of(one) for one in self._timed.multi_get(keys)]
+        self._timed.set(everyones, json.dumps(texts))
         return texts
 
     def _what_from(self, rank: int) -> str:
@@ -197,7 +197,7 @@ class StoreBootstrap:
 
     def _missing(self, keys: Sequence[str]) -> FastcommError:
         ranks = zip(self.names, keys, strict=True)
-        missing = [name for name, key in ranks if not self._asked.check([key])]
+        missing = [name for name, key in ranks if not self._timed.check([key])]
         missing = missing or [self.names[0]]  # has not passed on what it has
         how_long = f"{waited(self.timeout.total_seconds())} in {self.caller}"
         kind = TimeoutError if self._is_collective else InitError
@@ -213,11 +213,11 @@ class StoreBootstrap:
         try:
             if self._look_at_peers is not None:
                 self._look_at_peers()
-            if self._exchange == "1" and self._asked.check([_TAKEN_IN]):
-                raise TakenIn(text_of(self._asked.get(_TAKEN_IN)))
-            if self._asked.check(["failed"]):
+            if self._exchange == "1" and self._timed.check([_TAKEN_IN]):
+                raise TakenIn(text_of(self._timed.get(_TAKEN_IN)))
+            if self._timed.check(["failed"]):
                 kind = PeerLostError if self._is_collective else InitError
-                raise kind(text_of(self._asked.get("failed")))
+                raise kind(text_of(self._timed.get("failed")))
         except PeerLostError as error:
             if self._is_collective:
                 raise
@@ -273,7 +273,7 @@ def meet_in_group(group: dist.ProcessGroup, timeout: timedelta) -> StoreBootstra
     store = dist.distributed_c10d._get_process_group_store(group)
     with said_of(group.rank(), name):
         store = own_connection(store, timeout)
-        prefix, pass_on = enter_part(Asked(store, timeout), group.rank(), name)
+        prefix, pass_on = enter_part(TimedStore(store, timeout), group.rank(), name)
     part = PrefixStore(prefix, store)
     return StoreBootstrap(part, group.rank(), group.size(), timeout, pass_on=pass_on)
 
@@ -339,16 +339,18 @@ class MeetingPoint:
 
     def bootstrap(self, rank: int, world_size: int, timeout: timedelta) -> StoreBootstrap:
         """The bootstrap of a rank that comes here for the first time, or anew."""
-        self.prefix, pass_on = enter_part(self.asked(), rank)
+        self.prefix, pass_on = enter_part(self.timed_store(), rank)
         part = PrefixStore(self.prefix, self.store)
         met = StoreBootstrap(part, rank, world_size, timeout, pass_on=pass_on)
         met.point = self
         return met
 
-    def asked(self, prefix: str | None = None, patience: timedelta | None = None) -> Asked:
+    def timed_store(
+        self, prefix: str | None = None, patience: timedelta | None = None
+    ) -> TimedStore:
         """The store, or the part of it that has the prefix. patience: in place of the point's."""
         store = self.store if prefix is None else PrefixStore(prefix, self.store)
-        return Asked(store, self.patience if patience is None else patience)
+        return TimedStore(store, self.patience if patience is None else patience)
 
     def waiting(
         self, ranks: Sequence[int], *, patience: timedelta | None = None
@@ -356,10 +358,10 @@ class MeetingPoint:
         """Which of these ranks wait here for a first meeting, and their processes: pid and host.
         patience: in place of the point's, for a look that need not have an answer.
         """
-        store = self.asked(patience=patience)
+        store = self.timed_store(patience=patience)
         came = f"{_prefix()}/{store.add(_counter(), 0)}/came"
         processes = {
-            rank: messages.read(
+            rank: forms.read(
                 store.get(f"{came}/{rank}"),
                 (str, *PROCESS),
                 f"the note of rank {rank}, which waits to be taken in,",
@@ -371,7 +373,7 @@ class MeetingPoint:
 
     def take_in(self, note: str) -> None:
         """Tells those who wait. Who comes afterwards waits for another meeting."""
-        store = self.asked()
+        store = self.timed_store()
         number = store.add(_counter(), 0)
         store.set(f"{_prefix()}/{number}/{_TAKEN_IN}", note)
         _end_part(store, number)
@@ -429,7 +431,7 @@ def said_of(rank: int, name: str) -> Iterator[None]:
         ) from silence
 
 
-def enter_part(store: Asked, rank: int, name: str = "ranks") -> tuple[str, Callable[[], None]]:
+def enter_part(store: TimedStore, rank: int, name: str = "ranks") -> tuple[str, Callable[[], None]]:
     """The prefix of a part of the store that belongs to one meeting alone, and a function to call
     once all ranks are there: who comes afterwards meets in the next part. name: of those who meet.
 
@@ -447,7 +449,7 @@ def enter_part(store: Asked, rank: int, name: str = "ranks") -> tuple[str, Calla
     return f"{_prefix(name)}/{number}", partial(_end_part, store, number, name)
 
 
-def _end_part(store: Asked, number: int, name: str = "ranks") -> None:
+def _end_part(store: TimedStore, number: int, name: str = "ranks") -> None:
     """The first rank ends it; for the others it is over already."""
     store.compare_set(_counter(name), str(number), str(number + 1))
 

@@ -23,14 +23,13 @@ from typing import Any, NamedTuple
 
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
-from fastcomm.comm import messages
+from fastcomm.comm import forms
 from fastcomm.comm.deadline import Deadline
 from fastcomm.comm.objects import gather_objects
 from fastcomm.comm.transport import Transport
 from fastcomm.comm.who import PROCESS, Process
 from fastcomm.comm.words import GONE
 from fastcomm.errors import FastcommError, PeerLostError, TimeoutError
-from fastcomm.launching.asking import Silence
 from fastcomm.launching.bootstrap import (
     Caller,
     MeetingPoint,
@@ -43,6 +42,7 @@ from fastcomm.launching.bootstrap import (
     text_of,
 )
 from fastcomm.launching.channels import Channels
+from fastcomm.launching.timed_store import Silence
 
 _log = logging.getLogger("fastcomm")
 _SILENT_S = 60.0  # until a store that has not answered is asked again
@@ -102,10 +102,10 @@ class Meeting(NamedTuple):
     def read(note: str, n_started: int) -> Meeting:
         """Raises FastcommError for one of another number of ranks, or that cannot be read."""
         form = (
-            *(str, messages.NUMBER, str, range(n_started, n_started + 1), range(n_started + 1)),
+            *(str, forms.NUMBER, str, range(n_started, n_started + 1), range(n_started + 1)),
             [_member_of(n_started)],
         )
-        meeting = Meeting(*messages.read(note, form, "the note of who takes part in a meeting"))
+        meeting = Meeting(*forms.read(note, form, "the note of who takes part in a meeting"))
         return meeting._replace(members=[Member(*member) for member in meeting.members])
 
     @property
@@ -128,7 +128,7 @@ class Meeting(NamedTuple):
         return "; ".join(words)
 
 
-def _member_of(n_started: int, only: int | None = None) -> messages.Form:
+def _member_of(n_started: int, only: int | None = None) -> forms.Form:
     """The form of a member of a meeting. only: the rank that it was started as."""
     ranks = range(n_started)
     return ranks if only is None else range(only, only + 1), {ranks, None}, *PROCESS
@@ -248,9 +248,9 @@ def _wishes_of_all(
     except TypeError:
         problem = f"split() takes integers as color and key; got {color!r} and {key!r}"
     told = gather_objects(comm, (problem, *numbers, n_splits), "split()")
-    form = {str, None}, {int, None}, int, messages.NUMBER
+    form = {str, None}, {int, None}, int, forms.NUMBER
     for rank, one in enumerate(told):
-        messages.checked(one, form, f"what rank {rank} has sent")
+        forms.checked(one, form, f"what rank {rank} has sent")
         if one[0] is not None:
             raise TypeError(f"rank {rank}: {one[0]}")
     return [(theirs, their_key, n) for _, theirs, their_key, n in told]
@@ -340,12 +340,12 @@ class Membership(Fixed):
 
     def _next_number(self, after: int) -> int:
         """The number of the meeting that is held now, or that this rank is the first to come to."""
-        store = self._point.asked()
+        store = self._point.timed_store()
         counter = f"{self._meeting.prefix}/n_rebuilt"
         number = int(store.add(counter, 0))
         while number <= after:
             newest = store.compare_set(counter, str(number), str(after + 1))
-            number = messages.read(newest, messages.NUMBER, "the number of the newest meeting")
+            number = forms.read(newest, forms.NUMBER, "the number of the newest meeting")
         return number
 
     def _hold(
@@ -355,7 +355,7 @@ class Membership(Fixed):
         the meeting before. unreachable: its ranks of which the communicator said so.
         """
         key = f"{self._meeting.prefix}/decided"
-        store = self._point.asked()
+        store = self._point.timed_store()
         if store.check([key]):
             decided = Meeting.read(text_of(store.get(key)), before.n_started)
             if decided.number > before.number and decided.own_rank is None:
@@ -363,7 +363,7 @@ class Membership(Fixed):
         rank = before.own_rank
         assert rank is not None  # for the type checker
         me = before.members[rank]._replace(before=rank)
-        store = self._point.asked(f"{before.prefix}/{number}")
+        store = self._point.timed_store(f"{before.prefix}/{number}")
         store.set(f"came/{me.started_as}", json.dumps([me, before.number]))
         leader = text_of(store.compare_set("leader", "", str(me.started_as)))
         others = _Others(before, unreachable)
@@ -388,9 +388,9 @@ class Membership(Fixed):
     def _decide(self, store: Any, number: int, before: Meeting) -> None:
         """Writes down who takes part: those who came, and who waits for a first meeting."""
         notes = [
-            messages.read(
+            forms.read(
                 store.get(f"came/{one}"),
-                (_member_of(before.n_started, only=one), messages.NUMBER),
+                (_member_of(before.n_started, only=one), forms.NUMBER),
                 f"the note by which rank {one} came",
             )
             for one in range(before.n_started)
@@ -412,7 +412,7 @@ class Membership(Fixed):
         note = json.dumps(meeting)
         if text_of(store.compare_set("members", "", note)) != note:
             return  # the others have given this rank up
-        self._point.asked(before.prefix).set("decided", note)
+        self._point.timed_store(before.prefix).set("decided", note)
         if waiting:
             self._point.take_in(note)
 

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from fastcomm.comm.communicator import Communicator
-from fastcomm.comm.messages import Form
+from fastcomm.comm.forms import Form
 from fastcomm.comm.transport import Transport
 from fastcomm.errors import InitError
 from fastcomm.launching import launchers

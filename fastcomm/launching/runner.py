@@ -22,7 +22,7 @@ from urllib.parse import urlparse
 import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from fastcomm.comm import messages
+from fastcomm.comm import forms
 from fastcomm.comm.who import Process
 from fastcomm.errors import FastcommError
 from fastcomm.launching import launchers
@@ -252,7 +252,7 @@ def raised_in(folder: Path) -> dict[int, Raised]:
         what = f"what rank {rank} has left of its failure"
         try:
             form = float, bool, int, str
-            found[rank] = Raised(*messages.read(path.read_bytes(), form, what))
+            found[rank] = Raised(*forms.read(path.read_bytes(), form, what))
         except FastcommError as unreadable:
             found[rank] = Raised(0.0, False, 1, f"rank {rank} failed; {unreadable}")
     return found

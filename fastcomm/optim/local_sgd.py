@@ -587,19 +587,19 @@ class _LocalSteps(RoundExtension):
 # -- what is refused -------------------------------------------------------------------------------
 
 
-def _refuse(reducer: Core, every: int) -> None:
+def _refuse(core: Core, every: int) -> None:
     """Raises TypeError or ValueError for what no sync can be made of."""
-    reducer.model()
+    core.model()
     if not isinstance(every, int):
         raise TypeError(f"every must be an int; got {every!r}")
     if every < 1:
         raise ValueError(f"every must be at least 1; got {every}")
-    check(Feature.LOCAL_STEPS, reducer.features())
-    is_between_steps = reducer.round is None and reducer.reduces_backwards
-    if not is_between_steps or reducer.awaits_round:
+    check(Feature.LOCAL_STEPS, core.features())
+    is_between_steps = core.round is None and core.reduces_backwards
+    if not is_between_steps or core.awaits_round:
         raise ValueError(
             "ranks begin to step alone between two steps: outside backward() and no_sync(), and "
             "not after a set_weight() or skip_step() whose reduction has not come"
         )
-    for bucket in reducer.buckets:
+    for bucket in core.buckets:
         _views_and_parameters(bucket)  # raises for gradients of another dtype

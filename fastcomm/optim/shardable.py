@@ -39,14 +39,14 @@ _REFUSED = {
 }
 
 
-def refuse(optimizer_class: object, defaults: dict[str, Any], reducer: Core) -> None:
+def refuse(optimizer_class: object, defaults: dict[str, Any], core: Core) -> None:
     """Raises TypeError or ValueError for what cannot be sharded."""
     if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer)):
         raise misuse(optimizer_class)
     for refused, why in _REFUSED.items():
         if issubclass(optimizer_class, refused):
             raise ValueError(why)
-    check(Feature.SHARDED, reducer.features())
+    check(Feature.SHARDED, core.features())
     if defaults.get("differentiable"):
         raise ValueError("differentiable=True needs a graph through the step: it cannot be sharded")
 

@@ -10,34 +10,34 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from fastcomm.comm import messages
+from fastcomm.comm import forms
 from fastcomm.comm.who import Process
 from fastcomm.postmortem import dump
 
 _NS = range(2**62)
 # The form of a dump: see dump.py, which writes more than is read here.
 _ENTRY = {
-    "epoch": messages.NUMBER,
-    "number": messages.NUMBER,
+    "epoch": forms.NUMBER,
+    "number": forms.NUMBER,
     "what": str,
     "kind": str,
-    "label": messages.NUMBER,
+    "label": forms.NUMBER,
     "posted_ns": _NS,
     "ended_ns": _NS,
     "is_over": bool,
 }
 _COMMUNICATOR = {
     "backend": str,
-    "rank": messages.NUMBER,
-    "pids": [messages.PID],
-    "channel": {None, (messages.NUMBER, messages.NUMBER)},
+    "rank": forms.NUMBER,
+    "pids": [forms.PID],
+    "channel": {None, (forms.NUMBER, forms.NUMBER)},
     "names": {str: str},
     "activities": {str: str},
     "entries": [_ENTRY],
 }
 _DUMP = {
-    "rank": messages.NUMBER,
-    "pid": messages.PID,
+    "rank": forms.NUMBER,
+    "pid": forms.PID,
     "host": str,
     "time_ns": _NS,
     "why": str,
@@ -125,7 +125,7 @@ def read(folder: Path) -> list[dict[str, Any]]:
     """The dumps of the newest job in the folder, by rank."""
     files: list[dict[str, Any]] = []
     for path in folder.glob("fastcomm_rank_*.json"):
-        files.append(messages.read(path.read_bytes(), _DUMP, str(path), ValueError))
+        files.append(forms.read(path.read_bytes(), _DUMP, str(path), ValueError))
     if not files:
         raise FileNotFoundError(
             f"no dump of any rank in {folder}. If one has failed, set {dump.VARIABLE}={folder} for "

@@ -41,7 +41,7 @@ from fastcomm.reducer.defer_signals import all_or_none
 from fastcomm.reducer.extension import RoundExtension
 from fastcomm.reducer.features.compatibility import Feature, check
 from fastcomm.reducer.guards import Guards
-from fastcomm.reducer.hooks import EndOfBackward, ReducerFlags
+from fastcomm.reducer.hooks import CoreFlags, EndOfBackward
 from fastcomm.reducer.observer import RoundObserver, is_profiled
 from fastcomm.reducer.optimizer_hooks import (
     SteppedSlots,
@@ -70,7 +70,7 @@ _NO_MODEL = "the reducer has no model: attach(model) first, on every rank"
 _FAILED_REFRESH = "refresh() failed: call it again, on every rank"
 
 
-class Core(ReducerFlags):
+class Core(CoreFlags):
     """One reducer.
 
     round: the open one: a gradient is ready, or reduce() runs. Else None.

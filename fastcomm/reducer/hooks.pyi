@@ -9,7 +9,7 @@ from fastcomm.reducer.gradients import Gradients
 class RoundFlags:
     has_callback: bool
 
-class ReducerFlags:
+class CoreFlags:
     reduces_backwards: bool
     steps_alone: bool
     overlap: bool
@@ -27,7 +27,7 @@ class Counter:
 
 class GradientHook:
     def __init__(
-        self, reducer: ReducerFlags, bucket: Counter, i: int, note_stream: Callable[[], None] | None
+        self, core: CoreFlags, bucket: Counter, i: int, note_stream: Callable[[], None] | None
     ) -> None: ...
     def __call__(self, parameter: Tensor) -> None: ...
 

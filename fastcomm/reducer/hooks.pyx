@@ -34,7 +34,7 @@ cdef class RoundFlags:
     cdef public bint has_callback  # the running backward will call the reducer at its end
 
 
-cdef class ReducerFlags:
+cdef class CoreFlags:
     """The part of a reducer that the hooks read; base class of Core."""
 
     cdef public bint reduces_backwards  # False inside no_sync
@@ -65,45 +65,45 @@ cdef class GradientHook:
     """The hook on the parameter of slot `i` of a bucket. Counts its gradient, and tells the round
     when the bucket is full.
 
-    reducer: has the methods begin_backward and refuse_abandoned_backward; its rounds have
+    core: has the methods begin_backward and refuse_abandoned_backward; its rounds have
         advance.
     bucket: has is_launched and the method refuse_second_gradient, called from then on.
     note_stream: called first, for transports with streams; or None.
     """
 
-    cdef ReducerFlags reducer
+    cdef CoreFlags core
     cdef Counter bucket
     cdef object note_stream
     cdef Py_ssize_t i
 
     def __cinit__(
-        self, ReducerFlags reducer not None, Counter bucket not None, Py_ssize_t i, note_stream
+        self, CoreFlags core not None, Counter bucket not None, Py_ssize_t i, note_stream
     ):
-        self.reducer, self.bucket, self.i, self.note_stream = reducer, bucket, i, note_stream
+        self.core, self.bucket, self.i, self.note_stream = core, bucket, i, note_stream
 
     def __call__(self, parameter):
         if self.note_stream is not None:
             self.note_stream()
-        if self.reducer.steps_alone or not self.reducer.reduces_backwards:
-            if self.reducer.n_unsynced == 0:
-                _untraced(self.reducer.refuse_abandoned_backward)
-            if self.reducer.recorder is not None:
-                self.reducer.recorder.note_unsynced(self.bucket.first + self.i)
+        if self.core.steps_alone or not self.core.reduces_backwards:
+            if self.core.n_unsynced == 0:
+                _untraced(self.core.refuse_abandoned_backward)
+            if self.core.recorder is not None:
+                self.core.recorder.note_unsynced(self.bucket.first + self.i)
             self.bucket.gradients.note_unsynced(self.i, parameter)
-            self.reducer.n_unsynced += 1
+            self.core.n_unsynced += 1
             return
-        if self.reducer.round is None or not self.reducer.round.has_callback:
-            _untraced(self.reducer.begin_backward)
-        if self.reducer.recorder is not None:
-            self.reducer.recorder.note_ready(self.bucket.first + self.i)
+        if self.core.round is None or not self.core.round.has_callback:
+            _untraced(self.core.begin_backward)
+        if self.core.recorder is not None:
+            self.core.recorder.note_ready(self.bucket.first + self.i)
         if self.bucket.ready[self.i]:
             if self.bucket.is_launched:
                 self.bucket.refuse_second_gradient(self.i)
             return
         self.bucket.ready[self.i] = True
         self.bucket.n_pending -= 1
-        if self.bucket.n_pending == 0 and self.reducer.overlap and self._runs_last(parameter):
-            _untraced(self.reducer.round.advance)
+        if self.bucket.n_pending == 0 and self.core.overlap and self._runs_last(parameter):
+            _untraced(self.core.round.advance)
 
     cdef bint _runs_last(self, parameter) except -1:
         """Whether no other hook runs behind this one, which may change the gradient. Else the

@@ -163,16 +163,16 @@ def watch_steps() -> None:
         _is_watching = True
 
 
-def expect_attach(reducer: Core) -> None:
+def expect_attach(core: Core) -> None:
     """Warns at the first step of parameters that nobody reduces, if attach() comes later."""
-    if reducer.comm.world_size > 1:
-        _unattached.add(reducer)
+    if core.comm.world_size > 1:
+        _unattached.add(core)
         watch_steps()
 
 
-def was_attached(reducer: Core) -> None:
+def was_attached(core: Core) -> None:
     """There is nothing to warn of any more."""
-    _unattached.discard(reducer)
+    _unattached.discard(core)
 
 
 def _warn_of_unattached() -> None:

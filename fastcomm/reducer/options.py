@@ -140,16 +140,16 @@ class Options:
         }
 
 
-def describe(reducer: Core) -> str:
+def describe(core: Core) -> str:
     """repr() of a Reducer."""
-    options, comm = reducer.options, reducer.comm
-    model = reducer.find_model()
+    options, comm = core.options, core.comm
+    model = core.find_model()
     if model is None:
         holds = "detached"
     else:
         name = type(model).__name__ if isinstance(model, nn.Module) else "named parameters"
-        parameters = [p for b in reducer.buckets for _, p in b.named_parameters()]
-        numel, n_buckets = sum(p.numel() for p in parameters), len(reducer.buckets)
+        parameters = [p for b in core.buckets for _, p in b.named_parameters()]
+        numel, n_buckets = sum(p.numel() for p in parameters), len(core.buckets)
         holds = (
             f"{name}, {len(parameters)} trainable parameters of {numel:,} elements in {n_buckets} "
             f"bucket{'s' if n_buckets > 1 else ''}"
@@ -157,6 +157,6 @@ def describe(reducer: Core) -> str:
     return (
         f"<Reducer: {holds}; op {options.op}, wire_dtype {options.wire_dtype}"
         f"{' with error feedback' if options.error_feedback else ''}"
-        f"{reducer.planner.described()}"
+        f"{core.planner.described()}"
         f"; over {comm.backend}, rank {comm.rank} of {comm.world_size}>"
     )

@@ -16,7 +16,7 @@ from fastcomm.comm.standing import Standing, when_abandoned
 from fastcomm.comm.transport import Transport
 from fastcomm.reducer.autograd import hook_gradient
 from fastcomm.reducer.bucket import Bucket
-from fastcomm.reducer.hooks import GradientHook, ReducerFlags
+from fastcomm.reducer.hooks import CoreFlags, GradientHook
 
 if TYPE_CHECKING:
     from fastcomm.reducer.core import Core
@@ -57,7 +57,7 @@ def attached_names() -> WeakIdKeyDictionary:
     return found
 
 
-def take_over(reducer: ReducerFlags, buckets: Sequence[Bucket]) -> list[RemovableHandle]:
+def take_over(core: CoreFlags, buckets: Sequence[Bucket]) -> list[RemovableHandle]:
     """Makes the reducer the owner of the buckets' parameters, and hangs its hooks on them. Returns
     the hooks' handles.
     """
@@ -65,8 +65,8 @@ def take_over(reducer: ReducerFlags, buckets: Sequence[Bucket]) -> list[Removabl
     for bucket in buckets:
         for i, parameter in enumerate(bucket.parameters):
             assert parameter is not None  # for the type checker: attach() holds the model
-            _owners[parameter] = weakref.ref(reducer)
-            hook = GradientHook(reducer, bucket, i, bucket.note_stream)
+            _owners[parameter] = weakref.ref(core)
+            hook = GradientHook(core, bucket, i, bucket.note_stream)
             handles.append(hook_gradient(parameter, hook))
     return handles
 

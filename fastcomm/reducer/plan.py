@@ -103,16 +103,16 @@ class Planner:
         so_far = " so far" if self.is_measuring else ""
         return f", bucket_cap_mb auto: {self.cap_mb:g}{so_far}{by_arrival}"
 
-    def buckets_made(self, reducer: Core) -> None:
+    def buckets_made(self, core: Core) -> None:
         """Begins to look at the rounds of the buckets there are now."""
-        self._began_at = self._decided_at = reducer.n_rounds
+        self._began_at = self._decided_at = core.n_rounds
         self._ended_s = 0.0  # when the last round ended
         self._periods: list[float] = []
-        if self.looks_for == "order" and len(reducer.buckets) > 1:
-            if reducer.recorder is None:
-                sizes = [len(bucket.indices) for bucket in reducer.buckets]
-                reducer.recorder = Recorder(TRACED_ROUNDS, sum(sizes), len(sizes))
-                self._recorder = reducer.recorder
+        if self.looks_for == "order" and len(core.buckets) > 1:
+            if core.recorder is None:
+                sizes = [len(bucket.indices) for bucket in core.buckets]
+                core.recorder = Recorder(TRACED_ROUNDS, sum(sizes), len(sizes))
+                self._recorder = core.recorder
         elif self.looks_for is not None and not self._to_try:
             self._to_try = self._sizes() if self._is_auto else []
             self.looks_for = "size" if self._to_try else None
@@ -139,87 +139,87 @@ class Planner:
             found.setdefault(self._layouts_of(cap_mb), cap_mb)
         return [*found.values(), self.cap_mb] if len(found) > 1 else []
 
-    def stop(self, reducer: Core) -> None:
+    def stop(self, core: Core) -> None:
         """The buckets stay as they are."""
         self.looks_for = None
-        self.end_trace(reducer)
+        self.end_trace(core)
 
-    def end_trace(self, reducer: Core) -> None:
+    def end_trace(self, core: Core) -> None:
         """The rounds that were traced are of no use any more."""
-        if self._recorder is not None and reducer.recorder is self._recorder:
-            reducer.recorder = None
+        if self._recorder is not None and core.recorder is self._recorder:
+            core.recorder = None
         self._recorder = None
 
     # -- after a round -----------------------------------------------------------------------------
 
-    def after_round(self, reducer: Core, can_replan: bool) -> None:
+    def after_round(self, core: Core, can_replan: bool) -> None:
         """A round has ended, and this looks for something. Collective in the rounds that decide.
         All ranks end the same rounds, one by a backward, another without, as after skip_step().
         Inside a join() the ranks without data end none, and the others decide later. can_replan: no
         backward is under way, and no step of an optimizer.
         """
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-            self.stop(reducer)  # a graph will go on using the buckets there are
+            self.stop(core)  # a graph will go on using the buckets there are
             return
-        if self._decided_at == reducer.n_rounds:
+        if self._decided_at == core.n_rounds:
             return  # called again
-        n = reducer.n_rounds - self._began_at
+        n = core.n_rounds - self._began_at
         is_size = self.looks_for == "size"
         if is_size:
-            self._note_round(reducer, n)
+            self._note_round(core, n)
         due = WARM_UP_ROUNDS + MEASURED_ROUNDS if is_size else TRACED_ROUNDS
         is_last = n >= due + _PATIENCE_ROUNDS
-        if n >= due and reducer.comm.open_join:
+        if n >= due and core.comm.open_join:
             if is_last:
-                self.end_trace(reducer)  # the decision will be to leave the buckets
+                self.end_trace(core)  # the decision will be to leave the buckets
         elif n >= due:
-            with all_or_none(reducer.comm, lambda: self.stop(reducer)):
-                self._decided_at = reducer.n_rounds
-                self._decide(reducer, can_replan, is_last)
+            with all_or_none(core.comm, lambda: self.stop(core)):
+                self._decided_at = core.n_rounds
+                self._decide(core, can_replan, is_last)
         self._ended_s = time.perf_counter()
 
-    def _note_round(self, reducer: Core, n: int) -> None:
-        if reducer.comm.has_streams:  # else the host is far ahead of the device
-            on_host(reducer.comm, reducer.buckets[-1].flat[:1])
+    def _note_round(self, core: Core, n: int) -> None:
+        if core.comm.has_streams:  # else the host is far ahead of the device
+            on_host(core.comm, core.buckets[-1].flat[:1])
         if n > WARM_UP_ROUNDS:
             self._periods.append(time.perf_counter() - self._ended_s)
 
-    def _decide(self, reducer: Core, can_replan: bool, is_last: bool) -> None:
+    def _decide(self, core: Core, can_replan: bool, is_last: bool) -> None:
         """is_last: decides now, or stops."""
-        order = self._seen_order(reducer) if self.looks_for == "order" else None
+        order = self._seen_order(core) if self.looks_for == "order" else None
         period_s = statistics.median(self._periods) if self._periods else math.inf
         own = _Seen(order, period_s, can_replan)
-        seen = gather_objects(reducer.comm, own, "backward()")
+        seen = gather_objects(core.comm, own, "backward()")
         can_replan = all(one.can_replan for one in seen)
         if self.looks_for == "order":
             orders = {one.order for one in seen}
             if can_replan or is_last or None in orders:
-                self._follow(reducer, orders if can_replan else {None})
+                self._follow(core, orders if can_replan else {None})
         elif can_replan:
-            self._try_next(reducer, max(one.period_s for one in seen))
+            self._try_next(core, max(one.period_s for one in seen))
         elif is_last:
-            self.stop(reducer)
+            self.stop(core)
 
-    def _seen_order(self, reducer: Core) -> tuple[int, ...] | None:
+    def _seen_order(self, core: Core) -> tuple[int, ...] | None:
         """None where rounds differ, or where the buckets must stay."""
-        if not reducer.features().keys() <= _GOES_WITH or reducer.recorder is None:
+        if not core.features().keys() <= _GOES_WITH or core.recorder is None:
             return None
-        steps = [step for step in read_steps(reducer.recorder) if step.kind == "reduced"]
-        orders = {_order_of(step, reducer.buckets) for step in steps[-TRACED_ROUNDS:]}
+        steps = [step for step in read_steps(core.recorder) if step.kind == "reduced"]
+        orders = {_order_of(step, core.buckets) for step in steps[-TRACED_ROUNDS:]}
         return orders.pop() if len(steps) >= TRACED_ROUNDS and len(orders) == 1 else None
 
-    def _follow(self, reducer: Core, orders: set[tuple[int, ...] | None]) -> None:
+    def _follow(self, core: Core, orders: set[tuple[int, ...] | None]) -> None:
         """orders: what the ranks have seen."""
-        self.end_trace(reducer)
+        self.end_trace(core)
         self.looks_for = "size"
         order = orders.pop()
         if order is not None and not orders and order != tuple(sorted(order, reverse=True)):
             self.order = order
-            reducer.remake_buckets()
+            core.remake_buckets()
         else:
-            self.buckets_made(reducer)
+            self.buckets_made(core)
 
-    def _try_next(self, reducer: Core, seconds: float) -> None:
+    def _try_next(self, core: Core, seconds: float) -> None:
         """seconds: what the slowest rank's steps take with the buckets there are."""
         cap_mb = self._to_try.pop(0)
         self.seconds[cap_mb] = min(seconds, self.seconds.get(cap_mb, math.inf))
@@ -227,10 +227,10 @@ class Planner:
             cap_mb = self._to_try[0]
         else:
             cap_mb = fastest(self.seconds, self._begins_with_mb)
-            self.stop(reducer)
+            self.stop(core)
         if cap_mb != self.cap_mb:
             self.cap_mb = cap_mb
-            reducer.remake_buckets()
+            core.remake_buckets()
 
 
 def fastest(seconds: dict[float, float], default_mb: float) -> float:
@@ -251,19 +251,19 @@ def _order_of(step: Step, buckets: Sequence[Bucket]) -> tuple[int, ...]:
 # ---- making them ---------------------------------------------------------------------------------
 
 
-def make_buckets(reducer: Core, named: NamedParameters, sparse: set[str]) -> list[Bucket]:
+def make_buckets(core: Core, named: NamedParameters, sparse: set[str]) -> list[Bucket]:
     """Make the buckets for these parameters' gradients, in the order in which they will be full.
     The one of sparse gradients is the last but one, since the launch of the last one must not wait.
 
     sparse: names of parameters with sparse gradients.
     """
-    comm = reducer.comm
-    buckets = _dense_buckets(reducer, [pair for pair in named if pair[0] not in sparse])
+    comm = core.comm
+    buckets = _dense_buckets(core, [pair for pair in named if pair[0] not in sparse])
     if sparse:
         from fastcomm.reducer.features.sparse_bucket import SparseBucket
 
         own = [pair for pair in named if pair[0] in sparse]
-        label = bucket_label(reducer.number, len(buckets))
+        label = bucket_label(core.number, len(buckets))
         one = SparseBucket(label, own, comm)
         comm.flight.names[label] = _in_words(one.names)
         buckets.insert(max(len(buckets) - 1, 0), one)
@@ -272,13 +272,13 @@ def make_buckets(reducer: Core, named: NamedParameters, sparse: set[str]) -> lis
     return buckets
 
 
-def _dense_buckets(reducer: Core, named: NamedParameters) -> list[Bucket]:
-    comm, options, sharding = reducer.comm, reducer.options, reducer.sharding()
-    layouts = reducer.planner.layouts([kind_of(p, grad_dtype(p)) for _, p in named])
+def _dense_buckets(core: Core, named: NamedParameters) -> list[Bucket]:
+    comm, options, sharding = core.comm, core.options, core.sharding()
+    layouts = core.planner.layouts([kind_of(p, grad_dtype(p)) for _, p in named])
     all_bounds = None if sharding is None else sharding.bounds(layouts, comm.world_size)
     buckets: list[Bucket] = []
     for i, layout in enumerate(layouts):
-        label = bucket_label(reducer.number, i)
+        label = bucket_label(core.number, i)
         bounds = None if all_bounds is None else all_bounds[i]
         needs_all = sharding is None or sharding.keeps_gradients
         bind = functools.partial(

@@ -31,7 +31,6 @@ from fastcomm.comm.collective import CPU_DTYPES, REDUCTIONS, refuse_without_memo
 from fastcomm.comm.who import Process, in_words
 from fastcomm.comm.words import DIED
 from fastcomm.errors import InitError, PeerLostError
-from fastcomm.launching.asking import Asked
 from fastcomm.launching.bootstrap import (
     Caller,
     StoreBootstrap,
@@ -41,6 +40,7 @@ from fastcomm.launching.bootstrap import (
     said_of,
 )
 from fastcomm.launching.rendezvous import connect, warn_of_threads
+from fastcomm.launching.timed_store import TimedStore
 from fastcomm.torch_backend.ddp_buckets import lend_memory_to_ddp
 from fastcomm.torch_backend.gloo_engine import GlooEngine, ended
 from fastcomm.torch_backend.work import (
@@ -106,8 +106,8 @@ class ProcessGroup(dist.ProcessGroup):
         # not for this group.
         members = f"group {options.group_id} of {options.global_ranks_in_group}"
         with said_of(self.rank(), members):
-            asked = Asked(options.store, options.timeout)
-            prefix, pass_on = enter_part(asked, self.rank(), members)
+            timed = TimedStore(options.store, options.timeout)
+            prefix, pass_on = enter_part(timed, self.rank(), members)
         self._store = PrefixStore(prefix, options.store)
         self._timeout: timedelta = options.timeout
         # Rank r of this group is rank members[r] of all.

@@ -61,7 +61,8 @@ static void conclude(struct shm_comm *comm, uint32_t seq, struct collective *c) 
     c->path = shm_fits_mailbox(&c->announcement, comm->world_size) ? INLINE
               : is_direct                                          ? DIRECT
                                                                    : STAGED;
-    /* See shm_post. Behind an abandoned one, what it would read may be gone. */
+    /* shm_post has expected the direct path, which gathers this rank's own part itself. Behind an
+     * abandoned collective, what this would read may be gone. */
     if (c->path == STAGED && c->announcement.place == IN_ARENA && c->status == SHM_OK) {
         shm_gather_pieces(c, shard_of(c->announcement.numel, shm_dtype_size(c->announcement.dtype),
                                       comm->rank, comm->world_size));

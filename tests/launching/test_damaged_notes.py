@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch.distributed import HashStore, PrefixStore
 
 from fastcomm import FastcommError, InitError
-from fastcomm.comm import messages
+from fastcomm.comm import forms
 from fastcomm.launching import bootstrap, membership, runner
 from fastcomm.transports.shm.communicator import ShmCommunicator
 from tests.support.damage import damaged_json, damaged_values
@@ -46,7 +46,7 @@ def test_ranks_that_meet_say_what_is_damaged(key, data):
     store = HashStore()
     store.set("1/all", json.dumps(MET["1/all"][0]))
     store.set(key, data.draw(damaged_json(real)))
-    form = {"pid": messages.PID, "cores": [messages.NUMBER]}
+    form = {"pid": forms.PID, "cores": [forms.NUMBER]}
     try:
         met = bootstrap.StoreBootstrap(store, 1, 2, SOON)
         seen = met.exchange({"pid": 8, "cores": [1]}, form)[0]
@@ -119,11 +119,11 @@ class Answering:
     def __init__(self, answer: Any) -> None:
         self._answer = answer
 
-    def exchange(self, value: Any, form: messages.Form) -> list[Any]:
+    def exchange(self, value: Any, form: forms.Form) -> list[Any]:
         if value == "mapped":
             return [value, value]
         answer = json.loads(json.dumps({**value, **self._answer}))
-        return [value, messages.checked(answer, form, "what rank 1 has sent", InitError)]
+        return [value, forms.checked(answer, form, "what rank 1 has sent", InitError)]
 
 
 def share_memory_with(answer: Any) -> None:

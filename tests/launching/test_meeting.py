@@ -15,7 +15,7 @@ from torch.distributed import HashStore, PrefixStore
 import fastcomm
 from fastcomm import InitError
 from fastcomm.launching import bootstrap, rendezvous
-from fastcomm.launching.asking import Asked
+from fastcomm.launching.timed_store import TimedStore
 from tests.support.bodies import Place, my_place, note, wait_for_note
 from tests.support.outcomes import values_of
 from tests.support.ranks import fresh_ranks, on_ranks
@@ -64,7 +64,7 @@ def test_ranks_meet_again_where_the_user_has_removed_the_file(comm):
 
 
 def _enter_part(store):
-    prefix, pass_on = bootstrap.enter_part(Asked(store, TIMEOUT), 0)
+    prefix, pass_on = bootstrap.enter_part(TimedStore(store, TIMEOUT), 0)
     return PrefixStore(prefix, store), pass_on
 
 

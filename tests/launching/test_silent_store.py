@@ -18,9 +18,9 @@ from torch.distributed import HashStore, TCPStore
 
 import fastcomm
 from fastcomm.launching import asking, bootstrap
-from fastcomm.launching.asking import Asked, Silence
 from fastcomm.launching.bootstrap import MeetingPoint, host_identity
 from fastcomm.launching.membership import Meeting, Member, Membership
+from fastcomm.launching.timed_store import Silence, TimedStore
 from tests.support.outcomes import values_of
 from tests.support.ranks import fresh_ranks, own_port
 
@@ -88,7 +88,7 @@ def _meet_anew_at_a_silent_store(place, port):
         assert point.answers()
         _stop(pid)
         with pytest.raises(Silence):
-            point.asked("a part").check(["key"])
+            point.timed_store("a part").check(["key"])
         assert not point.answers()
         with pytest.raises(fastcomm.InitError) as raised:
             point.reopen(TIMEOUT)
@@ -159,9 +159,9 @@ def test_a_look_at_a_silent_store_is_short_and_the_last_for_a_while():
 def test_what_a_store_raises_is_raised():
     store = HashStore()
     store.set_timeout(timedelta(milliseconds=1))
-    asked = Asked(store, timedelta(seconds=10))
-    asked.set("key", "value")
-    assert asked.get("key") == b"value"
+    timed = TimedStore(store, timedelta(seconds=10))
+    timed.set("key", "value")
+    assert timed.get("key") == b"value"
     with pytest.raises(RuntimeError) as raised:
-        asked.get("none")
+        timed.get("none")
     assert not isinstance(raised.value, Silence)

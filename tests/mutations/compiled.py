@@ -44,8 +44,8 @@ MUTATIONS = (
         name="compiled: torch keeps the model by its backend",
         file=COMPILED,
         within="Compiled._compile",
-        old="self._reducer",
-        new="lambda: self._reducer()",
+        old="self._core",
+        new="lambda: self._core()",
         tests=_test("test_a_compiled_model_is_not_kept_alive"),
     ),
 )

@@ -36,19 +36,19 @@ class Audit:
         self._compared = 0  # the round that was compared last
         self._trouble: str | None = None  # what it has found, until that is raised
 
-    def compare(self, reducer: Core) -> None:
+    def compare(self, core: Core) -> None:
         """A round has ended. Collective if it is one of those. Where something differs, drops its
         gradients on every rank. May be called again after a signal handler has raised in it.
         """
         if self._comm.has_streams:
             self._comm.refuse_capture("audit")
-        is_done = self._compared == reducer.n_rounds
-        if not (is_done or reducer.n_rounds % self._every or self._comm.open_join):
+        is_done = self._compared == core.n_rounds
+        if not (is_done or core.n_rounds % self._every or self._comm.open_join):
             with all_or_none(self._comm):
-                self._trouble = self._compare(reducer)
-                self._compared = reducer.n_rounds
+                self._trouble = self._compare(core)
+                self._compared = core.n_rounds
                 if self._trouble is not None:  # here, as a signal may raise where the block ends
-                    reducer.drop_step()
+                    core.drop_step()
 
     def raise_trouble(self) -> None:
         """Raises MismatchError for what the comparison has found, once: after all that the ranks do
@@ -58,9 +58,9 @@ class Audit:
         if trouble is not None:
             raise MismatchError(trouble)
 
-    def _compare(self, reducer: Core) -> str | None:
+    def _compare(self, core: Core) -> str | None:
         """What is wrong, in words, the same on all ranks."""
-        named = [pair for bucket in reducer.buckets for pair in bucket.named_parameters()]
+        named = [pair for bucket in core.buckets for pair in bucket.named_parameters()]
         own = torch.stack([checksum(parameter) for _, parameter in named])
         told = own.new_empty(self._comm.world_size * own.numel())
         self._comm.all_gather_single(told, own)
@@ -69,7 +69,7 @@ class Audit:
         if not differing:
             return None
         names = [named[i][0] for i in differing]
-        return _in_words(names, ranks[:, differing], reducer.n_rounds)
+        return _in_words(names, ranks[:, differing], core.n_rounds)
 
 
 def checksum(tensor: Tensor) -> Tensor:

@@ -31,7 +31,7 @@ class Compiled:
     options: those of torch.compile.
     """
 
-    def __init__(self, reducer: Core, model: nn.Module, options: dict[str, Any]) -> None:
+    def __init__(self, core: Core, model: nn.Module, options: dict[str, Any]) -> None:
         if not isinstance(model, nn.Module):
             raise TypeError(f"compile(): expected a module; got {type(model).__name__}")
         if hasattr(model, "_orig_mod") or model._compiled_call_impl is not None:
@@ -39,7 +39,7 @@ class Compiled:
                 f"compile(): {type(model).__name__} is compiled as one graph already: compile the "
                 "module itself, here only"
             )
-        self._reducer = weakref.ref(reducer)
+        self._core = weakref.ref(core)
         self._model = model
         self._compile_piece, self._options = _own_options(**options)
         self._plan: list[list[str]] = []  # names by bucket, for which graphs are cut now
@@ -50,13 +50,13 @@ class Compiled:
 
     def _compile(self) -> Any:
         # A new backend, so that torch reuses nothing that was compiled for another plan.
-        backend = Backend(self._reducer, self._compile_piece)
+        backend = Backend(self._core, self._compile_piece)
         return torch.compile(self._model, backend=backend, **self._options)
 
     def _forward(self, *args: Any, **named: Any) -> Any:
         if not torch.compiler.is_compiling():
-            reducer = self._reducer()
-            self._prepare([] if reducer is None else reducer.buckets)
+            core = self._core()
+            self._prepare([] if core is None else core.buckets)
         return self._forward_as_planned(*args, **named)
 
     def _prepare(self, buckets: Sequence[Bucket]) -> None:
@@ -87,15 +87,15 @@ class Backend:
 
     def __init__(
         self,
-        reducer: Callable[[], Core | None],
+        core: Callable[[], Core | None],
         compile_piece: Callable[..., Any],
     ) -> None:
-        self._reducer = reducer
+        self._core = core
         self._compile_piece = compile_piece
 
     def __call__(self, graph: Any, inputs: list[Any]) -> Any:
-        reducer = self._reducer()
-        buckets = [] if reducer is None or not reducer.overlap else reducer.buckets
+        core = self._core()
+        buckets = [] if core is None or not core.overlap else core.buckets
         # Those of sparse gradients are launched at the end of backward, wherever graphs are cut.
         buckets = [bucket for bucket in buckets if not bucket.waits_in_launch]
         if len(buckets) < 2 or not torch.is_grad_enabled():

@@ -69,25 +69,25 @@ class Behind(RoundExtension):
         raise FastcommError(NOT_CAUGHT_UP)
 
 
-def compare_ranks(reducer: Core) -> int:
+def compare_ranks(core: Core) -> int:
     """Finds out how far the ranks have come that have met again, and installs Behind where they are
     not equally far. Returns one that has come furthest. Collective. Raises FastcommError, on every
     rank, where none has all that the lost ones had.
     """
-    membership, before = reducer.comm.membership, reducer.find(Behind)
+    membership, before = core.comm.membership, core.find(Behind)
     has_all = not membership.is_new and (before is None or not before.is_behind)
-    own = has_all, reducer.n_rounds, reducer.steps.n
-    ranks = gather_objects(reducer.comm, own, "attach() or refresh()")
+    own = has_all, core.n_rounds, core.steps.n
+    ranks = gather_objects(core.comm, own, "attach() or refresh()")
     if not any(has_all for has_all, *_ in ranks):
         raise FastcommError(
             "the ranks that had made most steps were lost before the others had the optimizer's "
             "state: load a checkpoint on every rank"
         )
-    reducer.remove(before)
+    core.remove(before)
     furthest = max(ranks)
     if min(ranks) != furthest:
-        reducer.install(Behind(ranks, reducer.comm.rank))
-    reducer.n_rounds = furthest[1]
+        core.install(Behind(ranks, core.comm.rank))
+    core.n_rounds = furthest[1]
     return ranks.index(furthest)
 
 
@@ -134,14 +134,14 @@ def _catch_up(reducers: Sequence[Core], states: Sequence[Stateful]) -> None:
 # ---- the loop ------------------------------------------------------------------------------------
 
 
-def elastic(reducer: Core, batches: Iterator[T], state: Sequence[Stateful]) -> Iterator[T]:
+def elastic(core: Core, batches: Iterator[T], state: Sequence[Stateful]) -> Iterator[T]:
     """See Reducer.elastic."""
-    reducer.model()
+    core.model()
     refuse_stateless(state)
-    reducers = reducers_on(reducer.comm.standing)
+    reducers = reducers_on(core.comm.standing)
     for one in reducers:
         check(Feature.REBUILD, one.features())
-    if not reducer.comm.membership.can_meet_anew:
+    if not core.comm.membership.can_meet_anew:
         raise FastcommError(
             "elastic() takes ranks that fastcomm.init() has brought together by init_method, "
             "where they can meet again"

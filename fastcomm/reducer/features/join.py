@@ -50,17 +50,17 @@ class Join(ProcessBound, Generic[T]):
 
     def __init__(
         self,
-        reducer: Core,
+        core: Core,
         batches: Iterable[T] | None,
         state: Iterable[Stateful],
     ) -> None:
-        reducer.model()
-        self._comm, self._reducer, self._batches = reducer.comm, reducer, batches
+        core.model()
+        self._comm, self._core, self._batches = core.comm, core, batches
         self._state = list(state)
         for joined in self._reducers():
             refusal = why_not(Feature.JOIN, joined.features())
             if refusal is not None:
-                raise ValueError(_about(joined, reducer) + refusal)
+                raise ValueError(_about(joined, core) + refusal)
         refuse_stateless(self._state)
         self._states: list[Stateful] = []
         self._is_inner = False
@@ -108,7 +108,7 @@ class Join(ProcessBound, Generic[T]):
                     "a batch of join(batches) was asked for after its block: loop inside the block"
                 )
             batch = next(batches, _NO_BATCH)
-            self._reducer.data_exhausted = batch is _NO_BATCH
+            self._core.data_exhausted = batch is _NO_BATCH
             if batch is _NO_BATCH:
                 return
             yield batch
@@ -118,7 +118,7 @@ class Join(ProcessBound, Generic[T]):
     def _begin(self) -> None:
         outer = self._comm.open_join  # of which this one is a part
         self._is_inner = outer is not None
-        self._reducer.data_exhausted = False
+        self._core.data_exhausted = False
         self._states = list(self._state)
         self._is_open = True
         if outer is not None:
@@ -151,7 +151,7 @@ class Join(ProcessBound, Generic[T]):
         """This rank has no data any more."""
         with self._closing():
             if self._batches is None:
-                self._reducer.data_exhausted = True
+                self._core.data_exhausted = True
             for reducer in self._reducers():
                 with contextlib.suppress(AbandonedError):  # of a step that is over
                     reducer.synchronize()
@@ -232,12 +232,12 @@ def _about(joined: Core, asked: Core) -> str:
     )
 
 
-def _refuse_pending(reducer: Core) -> None:
+def _refuse_pending(core: Core) -> None:
     """Raises FastcommError for gradients that would be lost."""
-    for bucket in reducer.buckets if reducer.n_unsynced else ():
+    for bucket in core.buckets if core.n_unsynced else ():
         for slot in bucket.gradients.unsynced_slots():
             raise FastcommError(
-                f"rank {reducer.comm.rank}: the data has ended inside no_sync(), and the gradient "
+                f"rank {core.comm.rank}: the data has ended inside no_sync(), and the gradient "
                 f"of parameter {bucket.names[slot]} that was accumulated there would be lost: "
                 "reduce with the last batch, too, or call zero_grad() to drop it"
             )

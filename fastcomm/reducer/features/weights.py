@@ -62,7 +62,7 @@ class Weighting(RoundExtension):
         self._now: float | None = None  # the weight of the batch under way
         self._before = 0.0  # of the batches before it in this round
         self._unit = 0.0  # the weight that a gradient in .grad stands for; 0 if there is none
-        self._n_unsynced = 0  # see ReducerFlags: when the weight under way was set
+        self._n_unsynced = 0  # see CoreFlags: when the weight under way was set
         self._drop_hooks()
 
     def _drop_hooks(self) -> None:

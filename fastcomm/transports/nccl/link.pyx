@@ -10,7 +10,7 @@ import threading
 import time
 import weakref
 
-from fastcomm.comm import messages, words
+from fastcomm.comm import forms, words
 from fastcomm.comm.deadline import Deadline
 from fastcomm.comm.who import PROCESS, own_process, processes_of
 from fastcomm.comm.words import has_aborted, has_closed, has_ended
@@ -98,7 +98,7 @@ cdef class Link:
             mine = unique_id() if self.rank == 0 else None, _labels(self.rejoining)
             # Named, not numbered: a rank that abandons one round after the other skips meetings
             # that others have waited in.
-            form = {None, str}, [messages.NUMBER]
+            form = {None, str}, [forms.NUMBER]
             all_ranks = self.bootstrap.exchange(
                 mine, form, look_for_all, name=f"epoch {self.epoch}"
             )

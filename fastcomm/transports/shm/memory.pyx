@@ -9,7 +9,7 @@ sparse: it costs only what is allocated in it. Also tells malloc what to do with
 import os
 import weakref
 
-from fastcomm.comm import messages
+from fastcomm.comm import forms
 from fastcomm.comm.who import processes_of
 from fastcomm.errors import InitError
 
@@ -41,8 +41,8 @@ cdef int MADV_COLLAPSE = 25  # Linux 6.1; not in older headers
 cdef str NAME = "fastcomm"  # of memory files
 # What the ranks tell each other.
 cdef dict FORM = {
-    "pid": messages.PID, "fd": messages.NUMBER, "nbytes": messages.NUMBER,
-    "cores": [messages.NUMBER],
+    "pid": forms.PID, "fd": forms.NUMBER, "nbytes": forms.NUMBER,
+    "cores": [forms.NUMBER],
 }
 cdef object own_segments = weakref.WeakSet()
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 
 from fastcomm import FastcommError
-from fastcomm.comm.messages import NUMBER, PID, checked, read
+from fastcomm.comm.forms import NUMBER, PID, checked, read
 from tests.support.damage import damaged_json
 
 REAL = {

@@ -1,5 +1,5 @@
-"""Asked: a store whose calls end. Torch's wait for ever where the process that serves the store is
-stopped, or where its host has left the network.
+"""TimedStore: a store whose calls end. Torch's wait for ever where the process that serves the
+store is stopped, or where its host has left the network.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def answer_of(ask: Callable[[], T], patience_s: float) -> T:
     return answer.result()
 
 
-class Asked:
+class TimedStore:
     """Has the methods of a store. Once that has not answered, it is not asked again: a thread still
     waits for it, and the next would wait behind that one.
 
