@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed import HashStore, TCPStore
 
 import fastcomm
-from fastcomm.launching import asking, bootstrap
+from fastcomm.launching import bootstrap, timed_store
 from fastcomm.launching.bootstrap import MeetingPoint, host_identity
 from fastcomm.launching.membership import Meeting, Member, Membership
 from fastcomm.launching.timed_store import Silence, TimedStore
@@ -34,7 +34,7 @@ HOST = "127.0.0.1"
 @contextlib.contextmanager
 def _server(port: int) -> Iterator[int]:
     """A process that serves a store; its pid. From now on an answer is not awaited for long."""
-    for module in (asking, bootstrap):
+    for module in (timed_store, bootstrap):
         module.ANSWER_S = ANSWER_S
     pid = os.fork()
     if pid == 0:
