@@ -78,7 +78,7 @@ sanitize_extensions() { # [quick]
         "$python" setup_sanitized.py --quiet build_ext --inplace --parallel 2
 
     local tests=(
-        tests/comm/test_messages.py tests/comm/test_objects.py tests/comm/test_watchdog.py
+        tests/comm/test_forms.py tests/comm/test_objects.py tests/comm/test_watchdog.py
         tests/launching/test_damaged_notes.py tests/transports/group/test_damaged_announcements.py
         tests/reducer/features/test_sparse_offers.py
         tests/transports/shm/test_damaged_announcements.py tests/contract/test_results.py

@@ -91,7 +91,7 @@ cdef class GatheringBucket:
                             raise FastcommError(without_memory(gradient))
                         view.copy_(gradient.clone() if is_in_slot else gradient)
                         self.note_copied(gradient)
-                    elif not is_in_slot:  # else it is the user's own tensor on our memory
+                    elif not is_in_slot:  # else it is the user's own tensor on our memory, or empty
                         self.move(i, gradient, source)
                 except BaseException as error:
                     parameter.grad, error.slot = gradient, i

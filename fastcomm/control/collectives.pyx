@@ -38,9 +38,10 @@ cdef int op_code(op) except -1:
 
 
 cdef class Collectives:
-    """The base of all communicators, before Transport. A transport in Cython overrides the cdef
-    methods below; one in Python has check_usable, run, run_together and run_parts in their place.
-    Each has _empty, _abandon, _close and _abort, too, which the last methods here call.
+    """The base of all communicators, before Transport. A transport in Cython overrides what stands
+    below as supplied by a transport; one in Python has check_usable, run, run_together and
+    run_parts in its place. Both have _empty, _abandon, _close and _abort, which the last methods
+    here call.
     """
 
     def __cinit__(

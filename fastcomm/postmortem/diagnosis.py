@@ -184,7 +184,7 @@ def verdict(group: Group) -> Iterator[str]:
         position_of(entry)
         for one in group.ranks
         for entry in one.entries
-        if entry["is_over"] and entry["kind"] in ("all_reduce", "barrier")
+        if entry["is_over"] and entry["kind"] in ("all_reduce", "barrier", "message")
     }
     waiting = [one for one in group.ranks if one.waits_for(over) is not None]
     if not waiting:

@@ -608,7 +608,7 @@ class Core(CoreFlags):
 
     def _require_reduced(self, chosen: Iterable[tuple[Bucket, list[int] | None]]) -> None:
         """Raises FastcommError naming a gradient in these slots (None: all of a bucket's) that no
-        round has reduced. Those of parameters that no bucket has: see optimizer_hooks, guards.
+        round has reduced. For parameters in no bucket see optimizer_hooks and guards.
         """
         if self.steps_alone:
             return  # each rank uses its own

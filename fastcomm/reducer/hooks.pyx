@@ -67,7 +67,7 @@ cdef class GradientHook:
 
     core: has the methods begin_backward and refuse_abandoned_backward; its rounds have
         advance.
-    bucket: has is_launched and the method refuse_second_gradient, called from then on.
+    bucket: has is_launched, and the method refuse_second_gradient, called once it is launched.
     note_stream: called first, for transports with streams; or None.
     """
 

@@ -70,7 +70,7 @@ class Round(RoundFlags):
     part: what this rank brings into it; see Transport.begin_round.
     number: among the rounds of the reducer that were not abandoned, counted from 1.
     fingerprint: of this rank's steps; see collective.fingerprint_of.
-    reducer: the number of the one that has opened the round.
+    reducer: the number of the one that has opened the round; 0 where none has.
     phases: of the reducer, where a launch in the backward may wait for other ranks.
     when_over: called with the round when it is over, and again if that was interrupted.
     last_in_words: for messages, what this rank's optimizers have stepped last.
@@ -192,32 +192,32 @@ class Round(RoundFlags):
                 and not self.buckets[self._n_launched].waits_in_launch
                 and self.survived is None
             ):
-                self._launch_next()
-                if not self.part.votes:
+                if self._launch_next():
                     self.buckets[self._n_launched - 1].watch_gradients()
         except FastcommError as error:
             if not self._has_survived(error):
                 raise
         self._phases.enter(BACKWARD)
 
-    def _launch_next(self) -> None:
+    def _launch_next(self) -> bool:
+        """Returns whether the bucket brings gradients, and no vote."""
         if self._comm.n_abandoned != self._n_abandoned:
             # a hook went on after abandon(): the others would take this launch for their next round
             raise AbandonedError(GONE_ON)
         if self.observer is not None:
             self.observer.before_launch(self, self._n_launched)
         bucket = self.buckets[self._n_launched]
-        fingerprint = self._fingerprint
+        part, fingerprint = self.part, self._fingerprint  # a signal handler may vote meanwhile
         if bucket.step_checksum:
             fingerprint = with_checksum(fingerprint, bucket.step_checksum)
         try:
-            if self.part.votes:
-                bucket.launch_vote(self.op, fingerprint, self.part)
+            if part.votes:
+                bucket.launch_vote(self.op, fingerprint, part)
             else:
                 bucket.launch(
                     self.op,
                     fingerprint,
-                    self.part,
+                    part,
                     keeps_graph=self._keeps_graph,
                     inspect=self.inspect,
                 )
@@ -226,6 +226,7 @@ class Round(RoundFlags):
         if self.observer is not None:
             self.observer.after_launch(self, self._n_launched)
         self._n_launched += 1
+        return not part.votes
 
     # -- how it ends -------------------------------------------------------------------------------
 

@@ -8,9 +8,11 @@ import time
 from datetime import timedelta
 
 import torch
+import torch.distributed as dist
 
 from fastcomm import FastcommError, InitError, TimeoutError
 from tests.contract import new_ranks
+from tests.support import process_groups
 from tests.support.bodies import communicator, note, noted, raised, wait_for_note
 from tests.support.outcomes import values_of
 from tests.support.ranks import fresh_ranks
@@ -96,3 +98,15 @@ def test_a_rank_that_was_suspended_alone_hears_that_the_others_missed_it(transpo
     of_the_other, own = values_of(new_ranks(transport, world_size, _suspend_one))
     assert "waited 2 s" in of_the_other and "missing: rank 1" in of_the_other
     assert own == of_the_other or "rank 0" in own and "gave up on rank 1" in own
+
+
+def _reduce_by_the_backend_in_a_suspended_job(place):
+    process_groups.start(place, TIMEOUT)
+    dist.barrier()
+    _suspend(0, 1, place=place)
+    dist.all_reduce(tensor := torch.ones(70_000))
+    assert bool((tensor == 2).all())
+
+
+def test_a_suspended_job_goes_on_over_the_backend():
+    values_of(fresh_ranks(2, _reduce_by_the_backend_in_a_suspended_job))

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -382,3 +385,23 @@ def test_a_function_of_a_notebook_takes_cloudpickle(monkeypatch):
     monkeypatch.setattr(_sum, "__module__", "__main__")
     with pytest.raises(FastcommError, match="_sum was defined in a notebook.*cloudpickle"):
         fastcomm.launch(_sum, 5, ranks=2)
+
+
+def _answer_without_room():
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+
+
+def _launch_without_room(place):
+    fork_python()
+    with contextlib.redirect_stderr(io.StringIO()) as err:
+        with pytest.raises(FastcommError, match=r"rank 0 \(pid \d+\) ended with exit code 1"):
+            fastcomm.launch(_answer_without_room, ranks=1)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+        with pytest.raises(FastcommError, match="File too large. Set TMPDIR to a folder"):
+            fastcomm.launch(_sum, 5, ranks=2)
+    return err.getvalue()
+
+
+def test_a_folder_without_room_is_named_with_the_variable_to_set():
+    (printed,) = values_of(fresh_ranks(1, _launch_without_room))
+    assert "The launcher is not told: [Errno 27] File too large. Set TMPDIR to a folder" in printed

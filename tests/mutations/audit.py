@@ -13,7 +13,7 @@ MUTATIONS = (
         file=AUDIT,
         within="Audit._compare",
         old="for bucket in core.buckets for pair in bucket.named_parameters()",
-        new="for bucket in reducer.buckets[:1] for pair in bucket.named_parameters()",
+        new="for bucket in core.buckets[:1] for pair in bucket.named_parameters()",
         tests=(f"{TEST}a_bit_that_turns_in_one_ranks_reduced_gradient_is_named",),
     ),
 )

@@ -474,3 +474,27 @@ def test_options_that_are_objects(comm):
                 group["decay"] = decay
 
     Pair(comm, mlp(), Decaying, {"lr": 0.1, "decay": lambda step: 1.0}).train()
+
+
+@on_ranks(2)
+def test_a_refresh_with_a_parameter_that_one_rank_gives_to_no_group(comm):
+    pair = Pair(comm, mlp(), torch.optim.AdamW, {"lr": 0.01})
+    pair.train()
+    more = nn.Linear(4, 4, bias=False)
+    for model, optimizer in zip(pair.models, pair.optimizers, strict=True):
+        model.add_module("more", copy.deepcopy(more))
+        if optimizer is pair.plain or comm.rank == 0:
+            optimizer.add_param_group({"params": [model.more.weight], "lr": 0.1})
+    pair.reducers[0].refresh()
+    with pytest.raises(
+        FastcommError if comm.rank == 0 else ValueError,
+        match=r"parameter more\.weight is in no group of the ShardedOptimizer",
+    ):
+        pair.reducers[1].refresh()
+    with pytest.raises(FastcommError, match=r"refresh\(\) failed: call it again"):
+        backward(pair.models[1], comm.rank)
+    pair.models[1].zero_grad()
+    if comm.rank == 1:
+        pair.sharded.add_param_group({"params": [pair.models[1].more.weight], "lr": 0.1})
+    pair.reducers[1].refresh()
+    pair.train(first=STEPS)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import gc
 import re
 import time
 
@@ -445,3 +446,12 @@ def test_an_interrupted_sync_is_applied_all_the_same(comm, where):
         assert n_interruptions == comm.rank
         assert syncs.n_syncs == 1 - is_dropped
     reducer.check_in_sync()
+
+
+@on_ranks(2)
+def test_ranks_do_not_begin_to_step_alone_inside_a_join(comm):
+    gc.collect()  # a join() is of all reducers that are alive
+    model = mlp()
+    reducer = fastcomm.Reducer(comm).attach(model)
+    with reducer.join(), pytest.raises(ValueError, match=r"cannot be combined with join\(\)"):
+        fastcomm.LocalSGD(reducer, every=2)

@@ -268,3 +268,14 @@ def _attach_alone(place):
 
 def test_a_rank_that_attaches_alone_hears_that_every_rank_must(transport):
     values_of(new_ranks(transport, 2, _attach_alone, timeout=20))
+
+
+@pytest.mark.transports("shm", "group")
+@on_ranks(2)
+def test_a_rank_that_copies_buffers_alone_hears_that_every_rank_must(comm):
+    model = mlp()
+    model.register_buffer("table", torch.zeros(16))
+    reducer = fastcomm.Reducer(comm).attach(model)
+    with pytest.raises(MismatchError, match=r"rank 0: all_gather_single.*rank 1: all_reduce"):
+        reducer.sync_buffers() if comm.rank == 0 else comm.all_reduce(torch.ones(3))
+    reducer.sync_buffers()  # the ranks are in step

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import fastcomm
-from fastcomm import FastcommError
+from fastcomm import AbandonedError, FastcommError
 from tests.support.bodies import finish_together
 from tests.support.models import attached, backward, mlp
 from tests.support.ranks import on_ranks
@@ -229,3 +229,20 @@ def test_one_rank_may_step_without_attaching(comm):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         sgd(model.parameters()).step()
+
+
+@on_ranks(2)
+def test_the_other_ranks_hear_of_a_reduce_that_one_rank_refuses(comm):
+    model, reducer, _ = attached(comm)
+    finish_together(comm)
+    if comm.rank == 1:
+        insert(model)
+        model[4].weight.grad = torch.ones(16, 16)
+    if comm.rank == 1:
+        with pytest.raises(FastcommError, match=r"parameter 4\.weight"):
+            reducer.reduce()
+    else:
+        with pytest.raises(AbandonedError, match="rank 1"):
+            reducer.reduce()
+            comm.barrier()  # over NCCL a later call hears of it
+    finish_together(comm)

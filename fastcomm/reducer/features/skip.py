@@ -136,9 +136,9 @@ class Skipping(RoundExtension):
                 stacked = torch.stack([one.double() for one in largest])
                 self._largest.append(([name for name, _ in some], stacked))
             return
-        at_home = set(inside(list(gradients)))  # in flat buffers, which the reduction overwrites
+        in_flat = set(inside(list(gradients)))  # in flat buffers, which the reduction overwrites
         for i, (name, gradient) in enumerate(zip(names, gradients, strict=True)):
-            if i not in at_home:
+            if i not in in_flat:
                 self._kept.append((name, gradient))
             elif not statistics.screened(gradient).isfinite():
                 self._found |= _counted(name, gradient)

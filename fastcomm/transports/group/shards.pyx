@@ -49,7 +49,7 @@ AHEAD = 2
 # largest payload that travels with the announcement: delays its packet hardly at all
 PAYLOAD_NBYTES = 1024
 # A frame: the packed call, how many calls wait behind it, whether this rank has begun to send its
-# data, then what tells the calls behind from it (numel, label and step), or the payload.
+# data, then what tells the calls behind from it (numel, label and fingerprint), or the payload.
 _REST = struct.Struct("=II")  # of the head, behind the call
 _HEAD_NBYTES = len(Call("barrier").packed()) + _REST.size
 MOST_FUSED = PAYLOAD_NBYTES // 24  # calls behind, whose numbers lie where a payload would

@@ -103,11 +103,11 @@ cdef class ShmCommunicator(Collectives, Transport):
         work.wait()
 
     def broadcast_all(self, list tensors, int src=0):
-        """One by one, as no copy is made: in each of them the ranks agree."""
+        """One collective each: as none is copied, nothing is gained by joining them."""
         for tensor in tensors:
             self.broadcast(tensor, src)
 
-    # as Transport's, without its Python frames
+    # the next two are Transport's, without its Python frames
 
     def begin_round(self, op, part, reducer):
         self.ring.standing.forget_abandonment()

@@ -358,3 +358,13 @@ def test_a_vote_over_gradients_of_another_models_loss_is_told_of_zero_grad(comm)
         reducers[1].skip_step()
     discriminator(torch.ones(2, 4)).sum().backward()
     assert reducers[1].skipped
+
+
+@only_shm
+@on_ranks(2)
+def test_a_vote_inside_a_backward_counts(comm, buckets):
+    trainee = Trainee(comm, **buckets)
+    votes = [trainee.reducer.skip_step] if comm.rank else []
+    trainee.model[0].weight.register_hook(lambda _: votes.pop()() if votes else None)
+    assert not trainee.train(0)
+    assert trainee.train(1)

@@ -381,3 +381,23 @@ def test_what_does_not_go_with_them_is_refused_by_name(comm):
         reducer.join()
     with pytest.raises(FastcommError, match=r"is to be differentiated \(create_graph=True\): use"):
         loss_of(model, comm.rank).backward(create_graph=True)
+
+
+@on_ranks(2)
+def test_a_backward_that_fails_on_one_rank_is_dropped_on_all(comm):
+    model, reducer, _ = attached(comm, Words())
+
+    def fail(_):
+        raise RuntimeError("out of luck")
+
+    hidden = model.table(words(comm.rank))
+    if comm.rank == 1:
+        hidden.register_hook(fail)
+    loss = model.head(hidden.mean(1)).sum()
+    with pytest.raises((RuntimeError, FastcommError), match="out of luck|rank 1 abandoned"):
+        loss.backward()
+        reducer.synchronize()
+    assert [p.grad for p in model.parameters()] == [None] * 4
+    model.zero_grad()
+    loss_of(model, comm.rank).backward()
+    assert_gradients(model, weighted([(0.5, 0, 0), (0.5, 1, 0)]))

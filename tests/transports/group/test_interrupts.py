@@ -257,3 +257,28 @@ def _launch_once(comm, n):
 
 def test_a_bucket_says_whether_an_interrupted_launch_was_posted(ranks):
     assert ranks(2, _sweep, _launch_once)[0] > 20
+
+
+@on_ranks(2)
+def test_ranks_have_met_when_abandon_raises_what_a_handler_raised(comm):
+    """This rank gives up when it has announced a bucket and the others have not."""
+    flat = torch.full((5001,), float(2 + comm.rank))
+    bucket = comm.bind_bucket(flat, [flat[:5000]], [0], wire_dtype=None, label=7)
+    if comm.rank == 1:
+        _await_note("interrupted 1")
+        work = bucket.launch("mean", [])
+        with pytest.raises(FastcommError, match="rank 0 abandoned"):
+            comm.barrier()
+        work.wait()
+        assert (flat[:5000] == 2.5).all()
+    else:
+        before = comm.number
+        bucket.launch("mean", [])
+        while comm.number == before:  # its thread tells the others of it
+            time.sleep(0.001)
+        interrupt_inside("abandon")
+        with pytest.raises(Interrupted):
+            comm.abandon()
+        flat.fill_(3)  # the next gradient
+    check_all_reduce(comm)
+    assert comm.rank == 1 or (flat == 3).all()

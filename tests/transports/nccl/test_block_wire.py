@@ -239,3 +239,28 @@ def test_what_is_not_finite_reaches_every_rank_and_is_over_with_its_round(bad):
     counts, norms = first
     assert counts[0] == counts[2] == 0 < counts[1]
     assert norms[0] == norms[2]
+
+
+def _shard(place):
+    """Parameters after steps of a sharded optimizer, and of a plain one."""
+    comm = communicator(place)
+    models = mlp(), mlp()
+    for index, model in enumerate(models):
+        reducer = fastcomm.Reducer(comm, wire_dtype=torch.int8).attach(model)
+        kind = torch.optim.SGD
+        if index:
+            optimizer = fastcomm.ShardedOptimizer(reducer, kind, lr=0.1)
+        else:
+            optimizer = kind(model.parameters(), lr=0.1)
+        for step in range(3):
+            optimizer.zero_grad()
+            _run(model, place.rank, step)
+            reducer.clip_grad_norm_(1.0)
+            optimizer.step()
+        reducer.refresh()
+    for ours, other in zip(*(model.parameters() for model in models), strict=True):
+        torch.testing.assert_close(ours, other)
+
+
+def test_a_sharded_optimizer_makes_the_steps_of_a_plain_one():
+    stand_in_values(2, _shard)
