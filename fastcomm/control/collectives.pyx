@@ -8,8 +8,8 @@ comm/communicator.py says what the collectives promise.
 import torch
 
 from fastcomm.comm.collective import (
-    CPU_DTYPES, OPS, as_pairs, canonical_op, check_out, check_root, lacks_memory, name_of,
-    refuse_dtype, refuse_tensor, shard_of, fingerprint_of,
+    CPU_DTYPES, OPS, as_pairs, canonical_op, check_out, check_root, fingerprint_of, lacks_memory,
+    name_of, refuse_dtype, refuse_tensor, shard_of,
 )
 from fastcomm.comm.parts import check_rooted, exchanged
 from fastcomm.comm.communicator import Communicator

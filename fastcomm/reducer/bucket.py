@@ -237,7 +237,7 @@ class Bucket(Counter):
             self._untouched[i] = None
             self.views[i].zero_()
         else:
-            is_flat = self.gradients.is_in_flat_buffer(i, gradient)
+            is_flat = self.gradients.rounds_write_to(i, gradient)
             self._untouched[i] = gradient.clone() if is_flat else gradient
             if gradient is not self.views[i]:
                 self._copy_in(i, gradient)
@@ -371,7 +371,7 @@ class Bucket(Counter):
             if is_present[i]:
                 parameter.grad = self.views[i]
                 continue
-            if before is not None and self.gradients.is_in_flat_buffer(i, parameter.grad):
+            if before is not None and self.gradients.rounds_write_to(i, parameter.grad):
                 self.views[i].copy_(before)
             left.append(i)
         return left

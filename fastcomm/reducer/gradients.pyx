@@ -101,8 +101,8 @@ cdef class Gradients:
         cdef GradientSlot slot = self.slots[i]
         return slot is not None and slot.address != NULL and slot.holds(gradient)
 
-    def is_in_flat_buffer(self, Py_ssize_t i, gradient):
-        """Whether rounds write to this gradient of slot i: an empty view has no address."""
+    def rounds_write_to(self, Py_ssize_t i, gradient):
+        """Whether they do to this gradient of slot i. An empty view has no address."""
         return gradient is self.views[i] or (gradient is not None and bool(inside([gradient])))
 
     def give_up_displaced(self):
