@@ -21,7 +21,7 @@ from mkdocs.structure.files import File, Files, InclusionLevel
 ROOT = Path(__file__).resolve().parent.parent
 CODE = re.compile(r"(?<=^```python\n)(.*?)(?=^```$)", re.DOTALL | re.MULTILINE)
 NAMED = re.compile(r"\[(?:docs/)?(\w+\.md)\]\(")
-OUTSIDE = re.compile(r"\]\(\.\./([^)#]+)(#[^)]*)?\)")
+LINK = re.compile(r"\]\((\.\./[^)#]+)(#[^)]*)?\)")
 LOADED = re.compile(r"""<(?:script|img|iframe|link)\b[^>]*\b(?:src|href)=["']?https?:[^>]*>""")
 HEAD = re.compile(r'\A(?:#[^\n]*\n)*"""(.*?)"""', re.DOTALL)
 LANGUAGES = {".py": "python", ".json": "json", ".sh": "bash"}
@@ -34,9 +34,12 @@ def on_files(files: Files, config: Any) -> Files:
     contributing = (ROOT / "CONTRIBUTING.md").read_text().replace("](docs/", "](")
     files.append(File.generated(config, "contributing.md", content=contributing))
     files.append(File.generated(config, "modules.md", content="\n".join(modules())))
-    texts = [file.content_string for file in files.documentation_pages()]
-    linked = {match[1] for text in texts for match in OUTSIDE.finditer(text)}
-    for name in sorted(linked - AS_PAGES.keys()):
+    linked = {
+        target(link, folder_of(page))
+        for page in files.documentation_pages()
+        for link in LINK.finditer(page.content_string)
+    }
+    for name in sorted(name for name in linked - AS_PAGES.keys() if not name.startswith("docs/")):
         if not (ROOT / name).is_file():
             log.warning("a page links to %s, which is not there", name)
             continue
@@ -62,13 +65,23 @@ def modules() -> Iterator[str]:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
-    start = posixpath.dirname(page.file.src_uri) or "."
+    folder = folder_of(page.file)
     titles = dict(titles_of(config.nav))
     markdown = CODE.sub(lambda block: textwrap.dedent(block[1]), markdown)
     markdown = NAMED.sub(lambda link: f"[*{titles.get(link[1], link[1])}*](", markdown)
-    return OUTSIDE.sub(
-        lambda link: f"]({posixpath.relpath(page_of(link[1]), start)}{link[2] or ''})", markdown
+    return LINK.sub(
+        lambda link: f"]({posixpath.relpath(page_of(target(link, folder)), folder)}{link[2] or ''})",
+        markdown,
     )
+
+
+def folder_of(file: File) -> str:
+    return posixpath.dirname(file.src_uri) or "."
+
+
+def target(link: re.Match[str], folder: str) -> str:
+    """The file of the repository that a link leads to from a page in a folder of docs/."""
+    return posixpath.normpath(posixpath.join("docs", folder, link[1]))
 
 
 def titles_of(nav: list[Any]) -> Iterator[tuple[str, str]]:
@@ -83,6 +96,8 @@ def titles_of(nav: list[Any]) -> Iterator[tuple[str, str]]:
 
 def page_of(name: str) -> str:
     """The page that shows a file of the repository."""
+    if name.startswith("docs/"):
+        return name.removeprefix("docs/")
     return AS_PAGES.get(name, f"files/{name}.md")
 
 

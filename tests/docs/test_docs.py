@@ -17,7 +17,7 @@ from fastcomm.comm.collective import CPU_DTYPES, OPS, REDUCTIONS, name_of
 from tests.support.scripts import printed_by
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 EXAMPLES = [path.read_text() for path in sorted((ROOT / "examples").glob("*.py"))]
 BLOCK = re.compile(r"(?:<!-- not run: (?P<why>[^>]+) -->\n)?```python\n(?P<code>.*?)```", re.DOTALL)
 
@@ -72,7 +72,7 @@ def test_the_first_script_is_the_same_wherever_it_stands() -> None:
 
 
 def test_the_page_on_loops_shows_lines_of_examples_alone() -> None:
-    page = ROOT / "docs" / "training_script.md"
+    page = ROOT / "docs" / "quickstart.md"
     shown = BLOCK.findall(page.read_text())
     assert len(shown) > 5 and not blocks(page)
 
@@ -101,11 +101,10 @@ def test_the_page_on_gpus_says_what_has_run_on_one(monkeypatch) -> None:
     assert gpu_report.page(ROOT / "bench" / "results") in current, gpu_report.__doc__
 
 
-def test_every_public_name_is_on_the_api_page() -> None:
-    page = (ROOT / "docs" / "api.md").read_text()
-    assert sorted(re.findall(r"^::: fastcomm\.(\w+)$", page, re.MULTILINE)) == sorted(
-        fastcomm.__all__
-    )
+def test_every_public_name_is_in_the_reference() -> None:
+    pages = (page.read_text() for page in (ROOT / "docs/reference").glob("*.md"))
+    found = re.findall(r"^::: fastcomm\.(\w+)$", "\n".join(pages), re.MULTILINE)
+    assert sorted(found) == sorted(fastcomm.__all__)
 
 
 @pytest.mark.parametrize("name", fastcomm.__all__)
@@ -148,7 +147,7 @@ def test_the_table_of_variables_has_every_one_that_fastcomm_reads() -> None:
 def test_the_documented_ops_are_those_of_the_table() -> None:
     rows = re.findall(
         r'^\| `"(\w+)"` \| (?:`"(\w+)"`, )?`ReduceOp\.(\w+)` \|',
-        (ROOT / "docs" / "api.md").read_text(),
+        (ROOT / "docs" / "reference" / "communicator.md").read_text(),
         re.MULTILINE,
     )
     assert [(name, second or name, of_torch) for name, second, of_torch in rows] == [
@@ -160,7 +159,7 @@ def test_the_documented_ops_are_those_of_the_table() -> None:
     assert tuple(named) == OPS
 
 
-@pytest.mark.parametrize("page", ["api.md", "backend.md"])
+@pytest.mark.parametrize("page", ["reference/communicator.md", "backend.md"])
 def test_the_documented_dtypes_are_those_of_the_table(page: str) -> None:
     *others, last = map(name_of, CPU_DTYPES)
     text = " ".join((ROOT / "docs" / page).read_text().split())
