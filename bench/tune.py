@@ -4,7 +4,7 @@ where the time of a step goes with that: measured on this machine.
     python -m fastcomm tune                                GPT-2 small, two ranks
     python -m fastcomm tune --model transformer --ranks 4
 
-A step's time is that of the slowest rank. docs/scaling.md says how the reducer measures.
+A step's time is that of the slowest rank. docs/bucket_size.md says how the reducer measures.
 """
 
 from __future__ import annotations

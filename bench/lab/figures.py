@@ -1,6 +1,6 @@
 """What paper.py measures for each figure of "PyTorch Distributed: Experiences on Accelerating Data
 Parallel Training" (Li et al., VLDB 2020, arXiv 2006.15704): the ways of a step, and the models.
-docs/paper.md says what the paper found. This file measures nothing.
+docs/lab/paper.md says what the paper found. This file measures nothing.
 """
 
 from __future__ import annotations

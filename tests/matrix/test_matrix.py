@@ -1,17 +1,14 @@
-"""Runs every row of the matrix; docs/guarantees.md says what the rows say, and where they run."""
+"""Runs every row of the matrix; docs/compatibility.md shows them, and says where they run."""
 
 from __future__ import annotations
-
-from pathlib import Path
 
 import pytest
 
 from tests.matrix import ROWS, THEMES, Row, run_row
-from tests.matrix.guarantees import page
+from tests.matrix.compatibility import PAGE, filled
 from tests.support.outcomes import values_of
 from tests.support.ranks import fresh_ranks
 
-ROOT = Path(__file__).resolve().parent.parent.parent
 # A reducer waits for the one, and orders streams over the other.
 WORLDS = [("shm", 2), ("nccl", 2)]
 # One communicator to a reducer: how tensors travel differs, which tests/transports/group is about.
@@ -43,9 +40,9 @@ def test_row(ranks, monkeypatch, world, row):
     assert not all(one.has_heard for one in ran), "no rank has said what is wrong"
 
 
-def test_the_page_of_guarantees_says_what_the_rows_say():
-    current = (ROOT / "docs" / "guarantees.md").read_text()
-    assert current == page(), "python -m tests.matrix.guarantees > docs/guarantees.md"
+def test_the_page_on_compatibility_says_what_the_rows_say():
+    current = PAGE.read_text()
+    assert current == filled(current), "python -m tests.matrix.compatibility"
 
 
 def test_every_error_says_what_to_do_instead():

@@ -230,7 +230,7 @@ def test_a_failure_between_backward_and_step_leaves_no_rank_ahead(comm, sharding
     pair.train()
     before = copy.deepcopy(pair.models[1].state_dict())
     backward(pair.models[1], comm.rank)
-    try:  # the handler of docs/reliability.md
+    try:  # the handler of docs/skip_steps.md
         if comm.rank == 1:
             raise ValueError("between backward and step")
         pair.sharded.step()

@@ -1,5 +1,5 @@
 """Which features of a reducer do not go together, why, and what to do instead: one table, which
-docs/guarantees.md shows.
+docs/compatibility.md shows.
 """
 
 from __future__ import annotations
