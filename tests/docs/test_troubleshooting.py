@@ -1,4 +1,4 @@
-"""docs/troubleshooting.md has every message of fastcomm, and no other: both are read from the
+"""docs/reference/errors.md has every message of fastcomm, and no other: both are read from the
 sources. Messages are often put together in several places, so every text of three words or more
 that is no docstring needs an entry. `…` stands for what varies.
 """
@@ -15,7 +15,7 @@ from Cython.Compiler import ExprNodes, Nodes
 from Cython.Compiler.TreeFragment import parse_from_strings
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-PAGE = ROOT / "docs" / "troubleshooting.md"
+PAGE = ROOT / "docs" / "reference" / "errors.md"
 VARIES = "…"
 # What a command prints, and what an object looks like, is no message of an error.
 COMMANDS = ("__main__.py", "diagnosis.py")
@@ -136,7 +136,7 @@ def test_every_message_has_an_entry() -> None:
             for entry in shown
         )
     ]
-    assert not missing, "not in docs/troubleshooting.md:\n" + "\n".join(missing)
+    assert not missing, "not in docs/reference/errors.md:\n" + "\n".join(missing)
 
 
 def test_no_row_stands_twice() -> None:
