@@ -1,6 +1,6 @@
 """`python -m fastcomm run | info | demo | bench | tune | diagnose`, or `fastcomm run` and so on:
-starts a script on several ranks, says what this machine offers, trains a small GPT on two ranks,
-runs the benchmarks, advises on buckets, says what a job hangs in.
+starts a script on several ranks, shows what works on this machine, trains a small GPT on two ranks,
+runs the benchmarks, measures sizes of buckets, shows what a job hangs in.
 
 The demo and the benchmarks are scripts of their own, examples/train_gpt.py and bench/; this
 file finds them and gives them the process.
@@ -37,10 +37,10 @@ BENCHMARKS = {
     "allreduce": "all-reduce against Gloo and MPI, by size; --device cuda: against NCCL",
     "step": "training steps: local, fastcomm, DDP, and DDP over the backend; also on GPUs",
     "parts": "gather, scatter and all_to_all_single against Gloo, by size",
-    "network": "between hosts, which are network namespaces: all-reduce, ranks that sync seldom",
+    "network": "between hosts, which are network namespaces: all-reduce, LocalSGD and DiLoCo",
     "compiled": "compiled models: when buckets are launched, and what cutting graphs costs",
     "flatten": "many tensors into one buffer and back, on a GPU, against torch",
-    "elastic": "steps that a training keeps while ranks are killed; beside torchft, if installed",
+    "elastic": "steps that a training keeps while ranks are killed; torchft, too, if installed",
     "paper": "the experiments of the paper on torch DDP, fastcomm and DDP side by side",
 }
 
@@ -77,7 +77,7 @@ def make_parser() -> argparse.ArgumentParser:
     called_by = Path(sys.argv[0]).name
     parser = argparse.ArgumentParser(
         prog="python -m fastcomm" if called_by == "__main__.py" else called_by,
-        description="Data-parallel training with PyTorch: what this machine offers, and how fast.",
+        description="Runs scripts on several ranks, shows what works here, and measures how fast.",
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"fastcomm {fastcomm.__version__}")
@@ -85,13 +85,13 @@ def make_parser() -> argparse.ArgumentParser:
         dest="command", required=True, metavar="{run,info,demo,bench,tune,diagnose}"
     )
     add_run(commands)
-    says = "versions, cores, and which transports work here"
-    of_info = commands.add_parser("info", help=says, description=f"Prints {says}.")
+    says = "prints versions, cores, and which transports work on this machine"
+    of_info = commands.add_parser("info", help=says, description=f"P{says[1:]}.")
     of_info.add_argument("--json", action="store_true", help="as JSON")
-    says = "trains a small GPT on two ranks, beside DDP; demo --help lists its options"
+    says = "trains a small GPT on two ranks, compared with DDP; demo --help lists its options"
     commands.add_parser("demo", help=says, add_help=False, allow_abbrev=False)
     add_bench(commands)
-    says = "what a step takes with buckets of a few sizes; tune --help lists its options"
+    says = "measures a step with several sizes of buckets; tune --help lists its options"
     commands.add_parser("tune", help=says, add_help=False, allow_abbrev=False)
     add_diagnose(commands)
     return parser
@@ -110,19 +110,19 @@ def add_run(commands: Commands) -> None:
         "--threads",
         type=int,
         metavar="N",
-        help="of each rank; default: as OMP_NUM_THREADS says, else its share of the cores",
+        help="threads of each rank; default: OMP_NUM_THREADS, else its share of the cores",
     )
     of_run.add_argument(
         "--replace",
         type=int,
         default=0,
         metavar="N",
-        help="start another process in place of a rank that fails, up to N times, while the others "
-        "go on by reducer.elastic(); default: end all",
+        help="replace a rank that fails by a new process, up to N times, while the others continue "
+        "in reducer.elastic(); default: end all",
     )
     of_run.add_argument("--plain", action="store_true", help=argparse.SUPPRESS)  # for demo, bench
     of_run.add_argument("script", help="a Python file")
-    own = of_run.add_argument("arguments", nargs=argparse.REMAINDER, help="the script's own")
+    own = of_run.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the script")
     own.required = False  # else argparse asks for them, too, where there is no script
 
 
@@ -132,8 +132,8 @@ def add_bench(commands: Commands) -> None:
         "bench",
         help=says,
         usage="%(prog)s [NAME] [option ...]",
-        description="Measures fastcomm beside its peers, which take turns with it in one run, and "
-        "prints how many times fastcomm's time they take.",
+        description="Measures fastcomm and other libraries in turns, in one run, and prints how "
+        "many times fastcomm's time they take.",
     )
     names = of_bench.add_subparsers(
         dest="benchmark", required=True, metavar="NAME", title="benchmarks", prog="bench"
@@ -143,15 +143,15 @@ def add_bench(commands: Commands) -> None:
 
 
 def add_diagnose(commands: Commands) -> None:
-    says = "what a job hangs in, or has failed in: which rank did not come, and where it stood"
+    says = "shows what a job hangs in, or failed in: which rank is missing, and where it stood"
     of_diagnose = commands.add_parser(
         "diagnose",
         help=says,
-        description=f"Says {says}. Ranks that run with FASTCOMM_DUMP=FOLDER write there when they "
+        description=f"S{says[1:]}. Ranks that run with FASTCOMM_DUMP=FOLDER write there when they "
         "fail, and when somebody touches FOLDER/ask.",
         allow_abbrev=False,
     )
-    of_diagnose.add_argument("folder", type=Path, help="in which the ranks have left dumps")
+    of_diagnose.add_argument("folder", type=Path, help="the folder with the ranks' dumps")
 
 
 def with_name(arguments: list[str]) -> list[str]:

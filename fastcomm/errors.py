@@ -11,22 +11,22 @@ class FastcommError(RuntimeError):
 
 
 class InitError(FastcommError):
-    """The ranks could not be brought together: not launched by torchrun, a rank that is missing or
-    comes twice, ranks on different hosts.
+    """The ranks could not be connected: there is no launcher, a rank is missing or appears twice,
+    or ranks of one backend are on different hosts.
     """
 
 
 class MismatchError(FastcommError):
-    """The ranks disagree: about the model, or about which collective comes next. Raised on every
-    rank, naming both sides.
+    """The ranks disagree about the model, or about which collective comes next. Every rank raises
+    it, and it names both sides.
     """
 
     differs = ""  # which advice is good: see comm/words.py
 
 
 class AbandonedError(FastcommError):
-    """Another rank has abandoned the step: its backward raised, or it called abandon(). Names the
-    rank. Skip the step, too, and go on. Also what a work ends with that this rank has abandoned.
+    """Another rank abandoned the step: its backward raised, or it called abandon(). Names the rank.
+    Skip the step, too, and continue. A Work that this rank has abandoned raises it as well.
     """
 
 
@@ -34,8 +34,8 @@ class PeerLostError(FastcommError):
     """Another rank ended, died, aborted or closed its communicator. Names its rank, its pid and the
     last collective it joined.
 
-    ranks: those that have ended or cannot be reached, numbered as in the message. Empty if they are
-    not known, or if a living rank has aborted or closed its communicator.
+    ranks: the ranks that ended or cannot be reached, numbered as in the message. Empty if they are
+    not known, or if a living rank aborted or closed its communicator.
     """
 
     ranks: tuple[int, ...]
@@ -46,8 +46,8 @@ class PeerLostError(FastcommError):
 
 
 class TimeoutError(FastcommError, builtins.TimeoutError):
-    """A rank did not arrive in time. Names the collective and the ranks that are missing, and says
-    what those are doing and where their main threads stand.
+    """A rank did not arrive in time. Names the collective and the missing ranks, and says what they
+    are doing and where their main threads stand.
     """
 
 

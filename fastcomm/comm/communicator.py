@@ -47,38 +47,37 @@ class Work(ProcessBound, abc.ABC):
 
     @abc.abstractmethod
     def is_completed(self) -> bool:
-        """Whether the result is in place, or never will be: `wait` knows. Moves the collective
-        forward if that takes no waiting.
+        """Whether the collective has ended, with a result or an error. Lets it make progress if
+        that takes no waiting.
         """
 
 
 class Communicator(ProcessBound, abc.ABC):
     """Collectives between `world_size` ranks. All ranks call the same ones in the same order; one
-    thread at a time per communicator. Made by fastcomm.init(); a context manager, which closes it,
-    or aborts it where an exception other than sys.exit(0) ends the block.
+    thread at a time per communicator. fastcomm.init() makes it. As a context manager it closes at
+    the end of the block, or aborts if an exception other than sys.exit(0) ends the block.
 
-    rank: of this process, from 0 to world_size - 1.
+    rank: the number of this process, from 0 to world_size - 1.
     world_size: how many ranks there are.
-    local_rank: this rank's number among those of its host.
+    local_rank: this rank's number among the ranks of its host.
     timeout: how long a collective waits for other ranks.
     device: where tensors have to be: torch.device("cpu"), or this rank's CUDA device.
-    backend: "shm", "nccl", "group" or "hierarchical". To choose what to do, ask for what follows.
-    wire_dtypes: what Reducer(wire_dtype=...) may be here.
+    backend: "shm", "nccl", "group" or "hierarchical". To choose what to do, use the next three.
+    wire_dtypes: the dtypes that Reducer(wire_dtype=...) takes.
     feeds_back_errors: whether Reducer(error_feedback=True) is possible.
-    progresses_itself: whether a collective with async_op=True moves also while nobody is inside a
-        call.
+    progresses_itself: whether a collective with async_op=True makes progress while nobody is inside
+        a call.
 
-    Every collective raises MismatchError, PeerLostError or TimeoutError on every rank when it
-    cannot be completed, FastcommError after close(), and ValueError or TypeError for a bad argument
-    before any peer is involved. Over NCCL an error may be raised by a later call: the host does not
-    wait for the device. With async_op=True a collective returns a Work at once, and else None:
-    leave the tensors alone until work.wait() has returned, which then raises what has gone wrong.
-    Another collective on the same memory would touch it: wait first. For autograd a collective is
-    a write to the tensors that it changes: a backward that needs what they held raises torch's
-    error.
+    If a collective cannot be completed, it raises MismatchError, PeerLostError or TimeoutError on
+    every rank. It raises FastcommError after close(), and ValueError or TypeError for a bad
+    argument, on this rank only. Over NCCL a later call may raise the error, because the host does
+    not wait for the device. With async_op=True a collective returns a Work immediately, otherwise
+    None. Do not use the tensors, or pass them to another collective, until work.wait() has
+    returned; it raises what went wrong. For autograd a collective is a write to the tensors that it
+    changes: a backward that needs their old values raises torch's error.
 
-    A copy of what holds a communicator, such as a model, holds the same one; pickling it raises
-    TypeError.
+    If you copy an object that holds a communicator, such as a model, the copy holds the same one.
+    Pickling raises TypeError.
     """
 
     __slots__ = ()
@@ -104,16 +103,16 @@ class Communicator(ProcessBound, abc.ABC):
     @property
     @abc.abstractmethod
     def failure(self) -> FastcommError | None:
-        """Why it cannot be used any more, as far as this rank knows by now, or None. Asks no
-        peer.
+        """The error that ended this communicator, as far as this rank knows, or None. Does not ask
+        other ranks.
         """
 
     @abc.abstractmethod
     def empty(self, numel: int, *, dtype: torch.dtype) -> Tensor:
-        """A flat tensor of `numel` elements on `device`, uninitialised, in memory that this
-        transport can reach without a copy: shared memory, or memory of NCCL. It lives as long as
-        the tensor. Asks no peer. Raises ValueError for a negative numel, TypeError for a dtype that
-        is not reduced, MemoryError.
+        """Returns an uninitialised flat tensor of `numel` elements on `device`, in memory that this
+        transport reaches without a copy: shared memory, or memory of NCCL. The memory lives as long
+        as the tensor. Only this rank is involved. Raises ValueError for a negative numel, TypeError
+        for a dtype that is not reduced, MemoryError.
         """
 
     @abc.abstractmethod
@@ -134,13 +133,12 @@ class Communicator(ProcessBound, abc.ABC):
         """Reduces many tensors over all ranks, in place, in one collective. For small tensors this
         is faster than an all_reduce of each.
 
-        tensors: each as in all_reduce; of one dtype, and without common memory. The ranks compare
-            how many there are, and a checksum of their numbers of elements: different lists of as
-            many tensors and elements go unnoticed with a chance of 1 in 2**31. Over NCCL nobody
-            compares them, as in all_reduce.
+        tensors: each as in all_reduce; of one dtype, sharing no memory. The ranks compare how many
+            there are and a checksum of their sizes, which misses a difference with a chance of 1 in
+            2**31. Over NCCL nothing compares them, as in all_reduce.
 
-        Results are those of an all_reduce of each: bit for bit over shared memory and "group"; over
-        other transports the order of addition may differ.
+        The results equal those of an all_reduce of each: bit for bit over shared memory and
+        "group"; over other transports the order of addition may differ.
         """
 
     @abc.abstractmethod
@@ -161,7 +159,7 @@ class Communicator(ProcessBound, abc.ABC):
     ) -> Work | None:
         """Reduces `inp` over all ranks; rank r keeps the r-th of world_size equal parts, in `out`
         of inp.numel() / world_size elements. Both are contiguous and of one dtype. op: as
-        all_reduce. Raises ValueError where inp cannot be cut into equal parts.
+        all_reduce. Raises ValueError if inp cannot be cut into equal parts.
         """
 
     @abc.abstractmethod
@@ -194,13 +192,12 @@ class Communicator(ProcessBound, abc.ABC):
         """Cuts `inp` into a part for each rank, and concatenates in `out` the parts that this rank
         gets, by the rank they come from. Both are contiguous, of one dtype, and share no memory.
 
-        in_splits, out_splits: how many rows (of dimension 0) the part for each rank has, and the
-            part that comes from each. None: equal parts. If any rank passes one, every rank does:
-            the ranks compare them first, for which this call waits, with async_op, too, and over
-            NCCL for the device.
+        in_splits, out_splits: how many rows (of dimension 0) this rank sends to each rank, and gets
+            from each. None: equal parts. If one rank passes them, every rank must: this call first
+            compares them, and waits for that even with async_op, over NCCL for the device.
 
-        Raises ValueError where the splits do not fit the tensors, or equal parts are impossible;
-        MismatchError where those of two ranks do not fit each other.
+        Raises ValueError if the splits do not fit the tensors, or equal parts are impossible;
+        MismatchError if the splits of two ranks do not fit each other.
         """
 
     @abc.abstractmethod
@@ -214,11 +211,10 @@ class Communicator(ProcessBound, abc.ABC):
         tensor: as in broadcast; of the same numel and dtype in the recv(), else MismatchError on
             both ranks.
 
-        What one rank sends to another arrives in the order it was sent in. It returns when the
-        other rank has it, or sooner. So two ranks that send to each other at once need async_op for
-        one of them; over NCCL the device waits likewise. A message that fails ends what its rank
-        sends to that other one, but MismatchError does so over NCCL alone; TimeoutError where there
-        is no recv().
+        Messages from one rank to another arrive in order. send() returns when the other rank has
+        the message, or sooner: if two ranks send to each other, one of them needs async_op. If a
+        message fails, later ones to that rank raise, too (after MismatchError only over NCCL).
+        Raises TimeoutError if there is no recv().
         """
         channels = self.membership.channels_of(self)
         work: Work | None = channels.move(self, tensor, self.rank, dst, async_op=async_op)
@@ -232,49 +228,48 @@ class Communicator(ProcessBound, abc.ABC):
 
     @abc.abstractmethod
     def abandon(self, *, in_any_case: bool = False) -> None:
-        """This rank cannot go on with what the ranks were doing: ends all collectives under way, on
-        every rank.
+        """Ends the step, and all collectives under way, on every rank: for a rank that cannot
+        continue the step.
 
-        On the others the next collective they wait for, or over NCCL the next call, raises
-        AbandonedError, naming this rank. From then on all ranks stand at the same place and the
-        communicator is as good as new: over shared memory when this returns, over NCCL when the
-        ranks have met anew, at their next collective. A work posted before ends alike on all ranks
-        that have posted it: well, or with AbandonedError.
+        On the other ranks the next collective that they wait for, over NCCL the next call, raises
+        AbandonedError, which names this rank. After that all ranks can use the communicator again:
+        over shared memory when this call returns, over NCCL from the next collective on. A Work
+        launched before ends in the same way on all ranks that launched it: with its result, or with
+        AbandonedError.
 
-        On every rank all reducers of the communicator drop the step: gradients are None, and a
-        set_weight() or skip_step() whose reduction has not come is forgotten.
+        All reducers of the communicator skip the step on every rank: gradients are None, and
+        set_weight() or skip_step() for this step is forgotten.
 
-        One handler may call it after any exception: unless in_any_case, it does nothing where the
-        step is abandoned already. The exception that is being handled tells so, or one that it was
-        raised from or while handling it: by which this rank has heard of the newest abandonment, or
-        which came out of a backward whose round the reducer has abandoned by itself.
+        You may call it in a handler of any exception. Unless in_any_case, it does nothing if the
+        exception being handled, or one that caused it, says that the step is abandoned already:
+        AbandonedError, or what came out of a backward that the reducer abandoned by itself.
 
-        Inside a backward it raises AbandonedError when it is done, as what the backward would go on
-        to make is of no use; but not where a hook handles an exception of its own.
+        Inside a backward it raises AbandonedError at the end, because the rest of the backward is
+        of no use; but not if a hook handles an exception that it raised.
         """
 
     @abc.abstractmethod
     def abort(self) -> None:
-        """Ends the use of this communicator at once, on this rank and, by PeerLostError, on the
-        others. For errors that this rank cannot go on from; see abandon() for one step.
+        """Ends this communicator immediately: on the other ranks by PeerLostError. For
+        errors after which this rank cannot continue; abandon() ends one step only.
         """
 
     def rebuild(self, *, timeout: timedelta | None = None) -> Communicator:
-        """Brings together anew the remaining ranks, after PeerLostError or TimeoutError, and
-        processes that wait in init() to take the place of lost ones. Returns their communicator;
-        this one is closed. Every remaining rank calls it, then refresh() of each reducer, and
-        catch_up(). Reducer.elastic() does all of this.
+        """Connects the remaining ranks after PeerLostError or TimeoutError, and new processes that
+        wait in init() to replace lost ones. Returns the new communicator and closes this one. Every
+        remaining rank calls it, then refresh() of each reducer, and catch_up(). Reducer.elastic()
+        does all of this.
 
-        Ranks are numbered anew, in the order in which they were started. It ends as soon as every
-        rank has come or is known to be lost.
+        Ranks get new numbers, in the order in which they were started. The call returns as soon as
+        every rank has called it or is known to be lost.
 
-        timeout: how long to wait for ranks that live and do not come. The others go on without
-            these; one that comes later joins the next rebuild(). None: 30 s, or init()'s timeout if
-            that is less.
+        timeout: how long to wait for living ranks that do not call it. The others continue without
+            them; they may join the next rebuild(). None: 30 s, or the timeout of init() if that is
+            less.
 
-        Raises FastcommError for ranks that have met in a torch.distributed group, or by split();
-        InitError where the store they have met at is gone with its host; TimeoutError where ranks
-        are lost again and again meanwhile.
+        Raises FastcommError for ranks of a torch.distributed group or of split(); InitError if the
+        store where the ranks met is gone with its host; TimeoutError if ranks are lost again and
+        again meanwhile.
         """
         rebuilt: Communicator = self.membership.rebuild(
             self, min(self.timeout, _LONGEST_WAIT) if timeout is None else timeout
@@ -282,24 +277,24 @@ class Communicator(ProcessBound, abc.ABC):
         return rebuilt
 
     def split(self, color: int | None, key: int = 0) -> Communicator | None:
-        """Splits the ranks into parts, each with a communicator of its own, as MPI_Comm_split does.
-        Collective; this communicator stays as it is, and each is closed by itself.
+        """Splits the ranks into parts, each with a separate communicator, as MPI_Comm_split does.
+        Collective. This communicator stays as it is; close each one separately.
 
-        color: of the part that this rank belongs to. None: to none, and it gets None.
-        key: ranks of a part are numbered in the order of their keys; those with equal ones, in the
-            order that they have here.
+        color: the number of the part that this rank belongs to. None: no part; the call returns
+            None.
+        key: orders the ranks of a part; ranks with equal keys keep their order.
 
-        A part uses shared memory where its ranks share a host, also where this communicator goes
-        across hosts. Raises TypeError, on every rank, for what is no integer; InitError, on the
-        ranks of the part, where they cannot be brought together.
+        A part whose ranks share a host uses shared memory, even if this communicator has ranks on
+        several hosts. Raises TypeError, on every rank, for anything but an integer; InitError, on
+        the ranks of the part, if they cannot be connected.
         """
         part: Communicator | None = self.membership.split(self, color, key)
         return part
 
     @abc.abstractmethod
     def close(self) -> None:
-        """Ends the use of this communicator on this rank; peers that still wait for it get
-        PeerLostError. May be called twice.
+        """Ends the use of this communicator on this rank. Ranks that still wait for it raise
+        PeerLostError. You may call it twice.
         """
 
     def __enter__(self: C) -> C:

@@ -45,28 +45,28 @@ def init(
     timeout: timedelta = timedelta(minutes=5),
     group: dist.ProcessGroup | None = None,
 ) -> Communicator:
-    """Brings `world_size` ranks together and returns this rank's communicator. Every rank must call
-    it, with the same arguments.
+    """Connects `world_size` ranks and returns this rank's communicator. Every rank must call it,
+    with the same arguments.
 
-    backend: "shm" (ranks of one host over shared memory), "hierarchical" (shared memory in each
-        host, Gloo across hosts), "nccl" (a CUDA device for each rank), "group" (CPU tensors over
-        Gloo), or "auto": nccl for a CUDA device, else shm where all ranks share a
-        host, hierarchical where they do not, and group where a host has more than the 64 ranks that
-        can share memory. Gloo takes the network interface that GLOO_SOCKET_IFNAME names.
-    init_method: "env://" (torchrun, mpirun, mpiexec or srun has started the ranks: what they say is
-        in their environment), "tcp://host:port" or "file:///path", the latter two with rank= and
-        world_size=. With world_size=1 alone, nothing is met: for debugging.
-    group: an existing torch.distributed group whose ranks meet instead; init_method, rank and
-        world_size are then not needed.
-    device: where the gradients are. None means this rank's CUDA device, for "nccl" and, where there
-        is one, for "auto"; else the CPU. That is the one of this rank's number on its host, as the
-        launcher says it (LOCAL_RANK under torchrun), or the only one this process sees. It becomes
-        torch's current device.
+    backend: "shm" (shared memory, on one host), "hierarchical" (shared memory in each host, Gloo
+        between hosts), "nccl" (a CUDA device for each rank), "group" (Gloo), or "auto": nccl on a
+        CUDA device, otherwise shm if all ranks share a host and hierarchical if not, and group if a
+        host has more than 64 ranks. Gloo uses the network interface in GLOO_SOCKET_IFNAME.
+    init_method: where the ranks meet. "env://": what torchrun, mpirun, mpiexec or srun has put into
+        the environment. Otherwise "tcp://host:port" or "file:///path", with rank= and world_size=.
+    rank, world_size: not needed under a launcher. world_size=1 alone makes a communicator of one
+        rank without a meeting point, to debug a script.
+    group: a torch.distributed group, whose ranks meet through it. init_method, rank and world_size
+        are not needed then.
+    device: where the gradients are. None: this rank's CUDA device for "nccl", and for "auto" if
+        there is one; otherwise the CPU. The CUDA device is the one with this rank's number on its
+        host (LOCAL_RANK under torchrun), or the only one that this process sees. It becomes torch's
+        current device.
     timeout: a timedelta; how long to wait for missing ranks here, and later in every collective.
 
-    Raises InitError, on every rank, when the ranks cannot be brought together: it names the rank
-    and says what to do; NcclError when NCCL itself fails on this rank. Raises ValueError or
-    TypeError for bad arguments.
+    Raises InitError, on every rank, if the ranks cannot be connected: it names the rank and says
+    what to do. Raises NcclError if NCCL fails on this rank, ValueError or TypeError for bad
+    arguments.
     """
     _check_arguments(backend, init_method, timeout, group)
     started_as = (rank, world_size) if group is None else (dist.get_rank(), dist.get_world_size())
