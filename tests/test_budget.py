@@ -1,9 +1,11 @@
 """How many lines each part of the repository may have. A budget goes down only: who needs more
-raises it in a commit that says what users get for the lines.
+raises it in a commit that says what users get for the lines. What ci/reference.py writes into
+docs/reference is not counted: those lines are docstrings.
 """
 
 from __future__ import annotations
 
+import re
 import subprocess
 from pathlib import Path
 
@@ -18,6 +20,7 @@ BUDGETS = {
     "bench": 7000,
     "docs": 5337,
 }
+GENERATED = rb"(?s)<!-- fastcomm\..*?<!-- end -->"
 SLACK = 0.01  # so that not every commit has to change this file
 
 
@@ -26,7 +29,8 @@ def lines_of(part: str) -> int:
         ["git", "ls-files", part], cwd=ROOT, check=True, capture_output=True, text=True
     )
     paths = (ROOT / name for name in listed.stdout.splitlines() if name.endswith(CODE))
-    return sum(path.read_bytes().count(b"\n") for path in paths if path.exists())
+    texts = (path.read_bytes() for path in paths if path.exists())
+    return sum(re.sub(GENERATED, b"", text).count(b"\n") for text in texts)
 
 
 @pytest.mark.skipif(not (ROOT / ".git").exists(), reason="counts what git tracks")

@@ -30,7 +30,7 @@ SNAPSHOT = ROOT / "tests" / "public_names.txt"
 def public_names() -> Iterator[str]:
     """A line for each entry of docs/reference, and for each member of a class there."""
     pages = "\n".join(page.read_text() for page in (ROOT / "docs/reference").glob("*.md"))
-    for entry in sorted(re.findall(r"^::: (\S+)$", pages, re.MULTILINE)):
+    for entry in sorted(re.findall(r"^<!-- (fastcomm\S+) -->$", pages, re.MULTILINE)):
         module, _, name = entry.rpartition(".")
         public = getattr(importlib.import_module(module), name)
         yield f"{entry}{signature(public)}"
