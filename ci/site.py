@@ -1,6 +1,6 @@
 """What mkdocs needs besides docs/ (see mkdocs.yml). The pages link to files of the repository as a
 code host wants it, `../bench/step.py`: here each of these files becomes a page of the site.
-CONTRIBUTING.md becomes one, too, and so do the heads of all modules.
+So do the files of ROOT_PAGES, of which README.md is the first page, and the heads of all modules.
 
 Links that show a page's file name show its title, and code begins at the margin. A built page that
 would load something from the network is a warning, and so an error.
@@ -25,21 +25,26 @@ LINK = re.compile(r"\]\((\.\./[^)#]+)(#[^)]*)?\)")
 LOADED = re.compile(r"""<(?:script|img|iframe|link)\b[^>]*\b(?:src|href)=["']?https?:[^>]*>""")
 HEAD = re.compile(r'\A(?:#[^\n]*\n)*"""(.*?)"""', re.DOTALL)
 LANGUAGES = {".py": "python", ".json": "json", ".sh": "bash"}
-AS_PAGES = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md"}
+ROOT_PAGES = {
+    "README.md": "index.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "CHANGELOG.md": "changelog.md",
+    "SECURITY.md": "security.md",
+}
 log = logging.getLogger("mkdocs.hooks.site")
 
 
 def on_files(files: Files, config: Any) -> Files:
     """Adds a page for every file of the repository that a page links to."""
-    contributing = (ROOT / "CONTRIBUTING.md").read_text().replace("](docs/", "](")
-    files.append(File.generated(config, "contributing.md", content=contributing))
+    for name, page in ROOT_PAGES.items():
+        files.append(File.generated(config, page, content=from_docs((ROOT / name).read_text())))
     files.append(File.generated(config, "modules.md", content="\n".join(modules())))
     linked = {
         target(link, folder_of(page))
         for page in files.documentation_pages()
         for link in LINK.finditer(page.content_string)
     }
-    for name in sorted(name for name in linked - AS_PAGES.keys() if not name.startswith("docs/")):
+    for name in sorted(name for name in linked - ROOT_PAGES.keys() if not name.startswith("docs/")):
         if not (ROOT / name).is_file():
             log.warning("a page links to %s, which is not there", name)
             continue
@@ -49,6 +54,11 @@ def on_files(files: Files, config: Any) -> Files:
         page.inclusion = InclusionLevel.NOT_IN_NAV
         files.append(page)
     return files
+
+
+def from_docs(text: str) -> str:
+    """A page of the repository's root, with links as a page of docs/ has them."""
+    return re.sub(r"\]\((?!\w+:|#)(docs/)?", lambda link: "](" if link[1] else "](../", text)
 
 
 def modules() -> Iterator[str]:
@@ -70,7 +80,9 @@ def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
     markdown = CODE.sub(lambda block: textwrap.dedent(block[1]), markdown)
     markdown = NAMED.sub(lambda link: f"[*{titles.get(link[1], link[1])}*](", markdown)
     return LINK.sub(
-        lambda link: f"]({posixpath.relpath(page_of(target(link, folder)), folder)}{link[2] or ''})",
+        lambda link: (
+            f"]({posixpath.relpath(page_of(target(link, folder)), folder)}{link[2] or ''})"
+        ),
         markdown,
     )
 
@@ -98,7 +110,7 @@ def page_of(name: str) -> str:
     """The page that shows a file of the repository."""
     if name.startswith("docs/"):
         return name.removeprefix("docs/")
-    return AS_PAGES.get(name, f"files/{name}.md")
+    return ROOT_PAGES.get(name, f"files/{name}.md")
 
 
 def on_post_page(output: str, page: Any, **_: Any) -> str:

@@ -88,11 +88,6 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> dict[str, ModuleType]:
     return scripts | {name: importlib.import_module(f"lib.{name}") for name in libraries}
 
 
-def test_help_names_every_command_and_benchmark(console: Console) -> None:
-    text = console.prints("--help") + console.prints("bench", "--help")
-    assert all(name in text for name in ("info", "demo", "bench", "--version", *BENCHMARKS))
-
-
 @pytest.mark.parametrize(
     "path, name",
     [("lib/fastcomm/__main__.py", "python -m fastcomm"), ("/usr/bin/fastcomm", "fastcomm")],
