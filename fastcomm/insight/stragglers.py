@@ -48,12 +48,12 @@ _log = logging.getLogger("fastcomm")
 class Straggler:
     """A rank that the others wait for.
 
-    phase: in which it is late most: "data and other", "forward", "backward" or "optimizer"; "data,
-        forward and other" where no forward is seen.
-    late_ms: what its step takes beside waiting for others, beyond the median of the other ranks'.
-    step_ms: what a step takes on all ranks.
-    share: of the time of all ranks that it costs: a step would be shorter by so much, were it as
-        fast as the next slowest.
+    phase: where it is late most: "data and other", "forward", "backward" or "optimizer"; "data,
+        forward and other" if no forward is seen.
+    late_ms: how much longer its step takes, without waiting, than the median of the other ranks.
+    step_ms: the time of a step.
+    share: how much shorter every step would be, as a fraction, if this rank were as fast as the
+        next slowest one.
     """
 
     rank: int

@@ -27,10 +27,10 @@ from fastcomm.insight.steps import BucketPlan, Step, read_steps
 
 
 class Timeline(ProcessBound):
-    """When what happened in a reducer's newest steps. Made by Reducer.timeline(); a context
-    manager, which records within its block.
+    """The times of a reducer's newest steps. Reducer.timeline() makes it. As a context manager it
+    records within its block.
 
-    steps: how many of the newest steps are kept.
+    steps: how many of the newest steps it keeps.
     """
 
     def __init__(self, reducer: Any, steps: int) -> None:
@@ -59,7 +59,7 @@ class Timeline(ProcessBound):
         return self
 
     def stop(self) -> None:
-        """Records no more: the steps cost nothing again. What was recorded stays."""
+        """Stops recording, which then costs nothing. What was recorded stays."""
         if self.is_on:
             self.is_on = False
             self._comm.keep_times(False)
@@ -110,16 +110,16 @@ class Timeline(ProcessBound):
     # -- all ranks' --------------------------------------------------------------------------------
 
     def summary(self) -> str:
-        """A table as text, the same on every rank: for each rank the medians of forward, backward,
-        communication, exposed time (waiting for it), optimizer and overlap, and how often it was
-        last. Collective: every rank calls it, outside backward. Needs rich.
+        """Returns a table as text, the same on every rank: for each rank the medians of forward,
+        backward, communication, exposed time (waiting for it), optimizer and overlap, and how often
+        the rank was last. Collective: every rank calls it, outside backward. Needs rich.
         """
         return showing.table(self._join("Timeline.summary()"))
 
     def save_trace(self, path: str | os.PathLike[str]) -> None:
         """Writes all ranks' steps as JSON, which ui.perfetto.dev and chrome://tracing open. Every
-        rank calls it; rank 0 writes. Where it cannot, it raises what has gone wrong, the other
-        ranks FastcommError.
+        rank calls it; rank 0 writes. If rank 0 cannot write, it raises the cause, and the other
+        ranks raise FastcommError.
         """
         call = "Timeline.save_trace()"
         joined = self._join(call)
@@ -130,7 +130,7 @@ class Timeline(ProcessBound):
     def plot(self, path: str | os.PathLike[str]) -> None:
         """Draws the newest round that all ranks have recorded; path: .png, .svg or another format
         of matplotlib. Every rank calls it; rank 0 writes, and raises as save_trace(). Raises
-        ValueError, on every rank, where there is no such round. Needs matplotlib.
+        ValueError, on every rank, if there is no such round. Needs matplotlib.
         """
         call = "Timeline.plot()"
         joined = self._join(call)

@@ -57,22 +57,22 @@ class Failure(NamedTuple):
 def launch(
     function: Callable[..., Any], *args: Any, ranks: int | None = None, threads: int | None = None
 ) -> list[Any]:
-    """Runs `function(*args)` in `ranks` new processes of this machine, where fastcomm.init() brings
-    them together. Returns what each has returned, by rank; what they print is printed here.
+    """Runs `function(*args)` in `ranks` new processes on this machine, where fastcomm.init()
+    connects them. Returns the result of each rank, in a list; what the ranks print is printed here.
 
-    args: positional ones; functools.partial(function, lr=0.1) brings others.
-    ranks: None means one for each GPU or, where there is no GPU, one for each physical core, but at
-        most the 64 that can share memory; a line on sys.stderr then says how many, and why.
-    threads: how many threads torch has in each. None: as many as OMP_NUM_THREADS says, or else
-        the rank's share of the cores.
+    args: positional arguments; use functools.partial(function, lr=0.1) for others.
+    ranks: None means one for each GPU or, without GPUs, one for each physical core, but at most 64;
+        a line on sys.stderr then says how many, and why.
+    threads: the number of torch's threads in each rank. None: OMP_NUM_THREADS, or the rank's share
+        of the cores.
 
-    A script calls it under `if __name__ == "__main__":`, since the processes import it again. A
-    function that a notebook has defined takes cloudpickle (`pip install cloudpickle`).
+    In a script call it under `if __name__ == "__main__":`, because the processes import the script
+    again. In a notebook it needs cloudpickle (`pip install cloudpickle`).
 
-    Raises FastcommError when a rank fails: it names the rank and what it has raised. The other
-    ranks are ended, and all of them on KeyboardInterrupt, or when this process is killed. Raises
-    FastcommError, too, when the function or its arguments cannot be pickled; TypeError for ranks or
-    threads that are no int, ValueError for less than one.
+    Raises FastcommError if a rank fails: it names the rank and what it raised. The other ranks are
+    ended, also on KeyboardInterrupt, or if this process is killed. Raises FastcommError if the
+    function or its arguments cannot be pickled, TypeError for ranks or threads that are no int,
+    ValueError for less than one.
     """
     if getattr(sys.modules["__main__"], "is_importing", False):  # rank_process.py
         raise FastcommError(

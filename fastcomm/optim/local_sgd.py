@@ -41,8 +41,8 @@ _NOTE = "fastcomm: the ranks have synced; this one takes what they agreed on, as
 
 
 class LocalSGD(ProcessBound):
-    """Lets each rank of a reducer step with its own gradients, and averages the parameters over all
-    ranks every `every` steps.
+    """Lets each rank step with its own gradients, and averages the parameters over all ranks every
+    `every` steps.
 
         reducer = fastcomm.Reducer().attach(model)
         with fastcomm.LocalSGD(reducer, every=8):
@@ -51,28 +51,28 @@ class LocalSGD(ProcessBound):
                 loss_of(model(x), y).backward()
                 optimizer.step()              # every eighth one averages
 
-    Making it is collective, and so is every sync: the step() that makes it due, sync() and
-    finish(). A step is counted when optimizers of torch.optim that together hold all trainable
-    parameters of the model have stepped, each once. Optimizers' states and buffers stay each
-    rank's own. From finish(), or the end of the block, on, the reducer reduces gradients again. An
-    exception that leaves the block ends it without a sync: every backward is an error then,
-    until reducer.refresh() has made the ranks equal.
+    Every rank must make it, and take part in every sync: the step() that makes it due, sync() and
+    finish(). A step counts when all trainable parameters of the model were stepped once, by one or
+    several optimizers of torch.optim. Optimizers' states and buffers are not averaged. After
+    finish(), or the end of the block, the reducer reduces gradients again. If an exception leaves
+    the block, there is no sync: every backward raises an error until reducer.refresh() has made the
+    ranks equal.
 
     reducer: attached, with op "mean"; without wire_dtype, skip_nonfinite, sparse gradients or a
         ShardedOptimizer.
-    every: how many steps there are from one sync to the next: an int, at least 1.
-    n_steps: to be read: how many steps of this rank were counted.
+    every: the number of steps from one sync to the next: an int, at least 1.
+    n_steps: an attribute: how many steps of this rank were counted.
 
     Between syncs reducer.reduce(), set_weight(), skip_step(), join() and refresh() are refused;
-    grad_norm(), clip_grad_norm_() and nonfinite_count() are of this rank's own gradients;
+    grad_norm(), clip_grad_norm_() and nonfinite_count() see this rank's gradients only;
     check_in_sync() raises FastcommError unless all ranks have just synced.
 
-    Raises ValueError or TypeError for a reducer or numbers that it cannot take, and FastcommError
-    on the other ranks then; MismatchError, on every rank, for options that differ.
+    Raises ValueError or TypeError for a bad reducer or number, and FastcommError on the other ranks
+    then. Raises MismatchError, on every rank, for options that differ.
 
-    A sync raises, on every rank, MismatchError if the ranks have made different numbers of
-    steps; PeerLostError, TimeoutError or AbandonedError. Then no parameter was changed, and the
-    next sync makes up for it, unless an exception has kept a rank from applying one.
+    A sync raises, on every rank, MismatchError if the ranks made different numbers of steps;
+    PeerLostError, TimeoutError or AbandonedError. Then no parameter has changed, and the next sync
+    makes up for it, unless an exception kept a rank from applying one.
     """
 
     n_steps: int
@@ -179,9 +179,9 @@ class LocalSGD(ProcessBound):
             self.count_step()
 
     def count_step(self) -> None:
-        """Counts a step that no optimizer of torch.optim has made on this rank: one that GradScaler
-        or you have left out, so that all ranks count alike, or one made by hand. Syncs if the step
-        makes a sync due, and raises as a sync.
+        """Counts a step that no optimizer of torch.optim made on this rank: one that GradScaler or
+        you skipped, so that all ranks have the same count, or one that you made yourself. Syncs if
+        a sync is due, and raises as a sync.
         """
         self._refuse_ended()
         self._stepped.clear()
@@ -201,19 +201,19 @@ class LocalSGD(ProcessBound):
     # -- syncs -------------------------------------------------------------------------------------
 
     def sync(self) -> None:
-        """Agrees on all parameters now: they are equal on all ranks when it returns. Collective.
-        If the ranks have synced at this very step, they do not sync again. Does not move the syncs
-        to come. Raises as a sync, and FastcommError after finish().
+        """Makes all parameters equal on all ranks now. Collective. Does nothing if the ranks have
+        synced after this very step. The next syncs come when they would have come. Raises as a
+        sync, and FastcommError after finish().
         """
         self._refuse_ended()
         self._sync()
 
     def finish(self) -> None:
-        """Agrees on all parameters and buffers, as sync() and average_buffers(), and lets the
-        reducer reduce gradients again. Collective. Does nothing when called again.
+        """Calls sync() and average_buffers(), and lets the reducer reduce gradients again.
+        Collective. A second call does nothing.
 
-        Before plain steps that follow, make an optimizer that has a state (momentum, Adam) anew on
-        every rank, or load one rank's state_dict() on all.
+        If plain steps follow and the optimizer has a state (momentum, Adam), make a new optimizer
+        on every rank, or load one rank's state_dict() on all ranks.
         """
         if not self._is_on:
             return
@@ -310,8 +310,8 @@ class LocalSGD(ProcessBound):
 
 
 class DiLoCo(LocalSGD):
-    """Lets each rank of a reducer step with its own gradients. Every `every` steps the ranks
-    average how far they have come since, and an outer optimizer steps with it.
+    """Lets each rank step with its own gradients. Every `every` steps the ranks average how far
+    their parameters have moved, and an outer optimizer steps with the average.
 
         reducer = fastcomm.Reducer(wire_dtype=torch.bfloat16).attach(model)
         outer = {"lr": 0.7, "momentum": 0.9, "nesterov": True}
@@ -322,13 +322,13 @@ class DiLoCo(LocalSGD):
     and no momentum the result is LocalSGD's, up to rounding. Memory: one copy of the parameters,
     and the outer optimizer's state.
 
-    reducer, every: see LocalSGD; wire_dtype may be any.
-    outer_optimizer: a class of torch.optim, or any function that makes an optimizer of a list of
-        parameters and `defaults`; not LBFGS. The attribute of this name is the optimizer itself,
-        for schedulers, say.
-    defaults: for outer_optimizer.
+    reducer, every: see LocalSGD; any wire_dtype is possible.
+    outer_optimizer: a class of torch.optim, or a function that makes an optimizer of a list of
+        parameters and `defaults`; not LBFGS. The attribute with this name is the optimizer that was
+        made, for schedulers.
+    defaults: options of outer_optimizer, such as lr.
 
-    Raises as LocalSGD, and TypeError for an outer_optimizer that makes no optimizer.
+    Raises as LocalSGD, and TypeError if outer_optimizer makes no optimizer.
     """
 
     outer_optimizer: Optimizer

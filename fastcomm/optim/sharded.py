@@ -49,32 +49,32 @@ _LOADING = validation.CollectiveCall("load_state_dict()", "states to load", "can
 
 
 class ShardedOptimizer(Optimizer):
-    """Steps the model of a reducer, each rank its shard of every bucket: as optimizer_class would
-    on every rank, in 1/world_size of the time and with 1/world_size of the optimizer's state.
+    """Steps the model of a reducer. Each rank steps its shard of every bucket, in 1/world_size of
+    the time and with 1/world_size of the optimizer's state.
 
         reducer = fastcomm.Reducer().attach(model)
         optimizer = fastcomm.ShardedOptimizer(reducer, torch.optim.AdamW, lr=1e-3)
 
-    Making it is collective. The parameters that it gives are those of the plain optimizer: the same
-    bits where every element is stepped by itself and gradients are not clipped.
+    Every rank must make it. It computes the parameters of the plain optimizer: the same bits, if
+    the optimizer steps each element by itself and you do not clip.
 
-    reducer: attached to the model; reduces its gradients for this optimizer alone.
+    reducer: attached to the model; it reduces gradients for this optimizer only.
     optimizer_class: of torch.optim, or any class that steps each parameter by itself. LBFGS and
         SparseAdam are refused.
-    params: parameter groups, as optimizer_class takes them, that hold every trainable parameter of
-        the model. None: one group.
-    keep_gradients: every rank gets all reduced gradients, in .grad, which costs what the reduction
-        of shards saves. Else .grad is None after a backward: use reducer.grad_norm(),
-        reducer.clip_grad_norm_() and reducer.nonfinite_count(), which every rank must call then.
-        torch's clip_grad_norm_ raises FastcommError.
-    elementwise: whether a parameter may be cut between ranks, because optimizer_class looks at each
+    params: parameter groups, as optimizer_class takes them, with every trainable parameter of the
+        model. None: one group.
+    keep_gradients: every rank gets all reduced gradients in .grad, which costs what sharding the
+        reduction saves. False: .grad is None after a backward. Then use reducer.grad_norm(),
+        reducer.clip_grad_norm_() and reducer.nonfinite_count(), on every rank; torch's
+        clip_grad_norm_ raises FastcommError.
+    elementwise: whether a parameter may be cut between ranks, because optimizer_class steps each
         element by itself. None: known for the classes of torch.optim, no for others.
-    defaults: for optimizer_class.
+    defaults: options of optimizer_class, such as lr.
 
     Raises on every rank: ValueError for parameters that are missing or not the reducer's, and for
     a class or option that cannot be sharded; TypeError for anything but a class of optimizers;
-    MismatchError if ranks give different options. After reducer.refresh() the state is where it
-    was; after reducer.detach() step() raises FastcommError.
+    MismatchError if ranks pass different options. reducer.refresh() keeps the state. After
+    reducer.detach() step() raises FastcommError.
     """
 
     skips_itself = True  # see optimizer_hooks.py: step() leaves out what the ranks drop
@@ -162,7 +162,7 @@ class ShardedOptimizer(Optimizer):
         )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a group, as torch's. Parameters that the reducer does not know yet are stepped after
+        """Adds a group, as torch's optimizers do. New parameters are stepped after
         reducer.refresh().
         """
         super().add_param_group(param_group)
@@ -171,8 +171,8 @@ class ShardedOptimizer(Optimizer):
 
     @property
     def state(self) -> Any:
-        """This rank's pieces of it: see state_dict() and full_state_dict(). An empty one may be
-        assigned: the optimizer begins anew. Raises FastcommError for another.
+        """This rank's shard of the state: see state_dict() and full_state_dict(). Assign an empty
+        dict to start again without a state; anything else raises FastcommError.
         """
         return _Pieces(self._inner.state)
 
@@ -277,9 +277,9 @@ class ShardedOptimizer(Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Steps this rank's shard, and returns when all ranks' parameters are here. Collective.
+        Raises FastcommError for gradients that were not reduced, and after detach().
 
-        closure: evaluated once, before the step; its value is returned. Raises FastcommError for
-        gradients that no backward has reduced, naming the parameter, and after detach().
+        closure: evaluated once, before the step; its value is returned.
         """
         loss = None
         if closure is not None:
@@ -343,7 +343,7 @@ class ShardedOptimizer(Optimizer):
             _shard_of(bucket).end_step(bucket)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clears gradients, as torch's, and drops the reduced ones that this rank holds."""
+        """Clears the gradients, also the reduced ones that this rank holds."""
         super().zero_grad(set_to_none)
         self._drop()
 
@@ -372,7 +372,7 @@ class ShardedOptimizer(Optimizer):
     # -- checkpoints -------------------------------------------------------------------------------
 
     def full_state_dict(self) -> dict[str, Any]:
-        """The whole state, on every rank, in the format of the plain optimizer, whose
+        """Returns the whole state, on every rank, in the format of the plain optimizer, whose
         load_state_dict() takes it. Collective.
         """
         self._compare_places("full_state_dict()")
@@ -394,10 +394,10 @@ class ShardedOptimizer(Optimizer):
         return shardable.places(self.param_groups, self._core.named_parameters())
 
     def state_dict(self) -> dict[str, Any]:
-        """The state in the format of the plain optimizer, with a TensorShard, which has this rank's
-        elements alone, for each tensor that is cut between ranks. torch.distributed.checkpoint
-        writes and reads them for any number of ranks; torch.save, for this rank of as many. Before
-        the first step it is one of no step, which may be loaded into. Collective.
+        """Returns the state in the format of the plain optimizer. A tensor that is cut between
+        ranks is a TensorShard, with this rank's elements. torch.distributed.checkpoint writes and
+        reads these for any number of ranks; torch.save only for this rank and number of ranks.
+        Before the first step it is the state of no step, for loading. Collective.
         """
         self._compare_places(_SAVING.name)
         shown = self._with_shards(self._parts, self._inner.state)
@@ -425,9 +425,9 @@ class ShardedOptimizer(Optimizer):
         return parts, states
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes a whole state: of full_state_dict(), from any number of ranks, or of the plain
-        optimizer; every rank gives the same one. Or what state_dict() has given on this rank of as
-        many ranks, also once torch.distributed.checkpoint has loaded into it. Collective.
+        """Loads a whole state: of full_state_dict(), from any number of ranks, or of the plain
+        optimizer; every rank passes the same one. Or loads what state_dict() returned on this rank
+        of as many ranks, such as after torch.distributed.checkpoint loaded into it. Collective.
 
         Raises TypeError for what is no state, and ValueError for other groups than these, for
         another rank's part, and naming a parameter whose state has another shape; FastcommError on

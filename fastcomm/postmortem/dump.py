@@ -47,11 +47,11 @@ _watcher = 0  # the process in which that was
 
 
 def dump(folder: str | os.PathLike[str]) -> Path:
-    """Writes what this rank's communicators have done last, and where its threads stand, to a file
-    in the folder, which is made if need be; returns its path. Local: no rank waits for another, and
-    any thread may call it at any time. A second dump of this process replaces the first.
+    """Writes what this rank's communicators did last, and where its threads stand, to a file in the
+    folder, and returns its path. Creates the folder. Any thread may call it at any time; no rank
+    waits for another. A second dump of this process replaces the first.
 
-    `python -m fastcomm diagnose FOLDER` says what the files of all ranks show.
+    `python -m fastcomm diagnose FOLDER` shows what the files of all ranks say.
 
     Raises RuntimeError if this process has no communicator, OSError if the folder cannot be
     written.

@@ -22,10 +22,10 @@ from fastcomm.errors import FastcommError
 
 
 class HookState:
-    """The state of all_reduce_hook, which averages: one for each DistributedDataParallel.
+    """The state of all_reduce_hook. Make one for each DistributedDataParallel.
 
     comm: a communicator of the same ranks as the process group of DDP, on the device of the model.
-    wire_dtype: reduce in this dtype (torch.bfloat16, torch.float16); the gradients keep their own.
+    wire_dtype: the dtype in which gradients travel (torch.bfloat16, torch.float16).
     """
 
     def __init__(self, comm: Communicator, *, wire_dtype: torch.dtype | None = None) -> None:

@@ -92,15 +92,15 @@ def compare_ranks(core: Core) -> int:
 
 
 def catch_up(reducer: Reducer, *state: Stateful) -> None:
-    """After comm.rebuild(), and refresh() or attach(): ranks that are behind load the state of one
-    that has made most steps. They have its parameters and buffers already. Collective.
+    """Call it after comm.rebuild(), and refresh() or attach(): ranks that are behind load the state
+    of a rank that made the most steps. They have its parameters and buffers already. Collective.
 
-    state: optimizers, schedulers and the like, the same on every rank: all that keeps something
-        from step to step.
+    state: everything that changes from step to step, such as optimizers and schedulers; the same
+        on every rank.
 
-    Does nothing where all ranks have made the same steps. Raises TypeError for a state without
-    state_dict() and load_state_dict(); on every rank MismatchError where ranks give different
-    states, and FastcommError where an optimizer keeps state that was not given.
+    Does nothing if all ranks made the same steps. Raises TypeError for a state without state_dict()
+    and load_state_dict(). Raises, on every rank, MismatchError if ranks pass different states, and
+    FastcommError if an optimizer has state that was not passed.
     """
     refuse_stateless(state)
     reducer.core.model()
