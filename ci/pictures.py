@@ -38,7 +38,7 @@ def drawn(results: str) -> str:
     height = TOP + ROW * len(LABELS) + 26
     title = "Time of a training step: fastcomm in percent of DDP over Gloo"
     lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 720 {height}" role="img">',
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 740 {height}" role="img">',
         f"<title>{title}</title>",
         STYLE,
         f'<text x="0" y="18" font-weight="600">{title}</text>',
