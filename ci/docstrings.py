@@ -1,4 +1,4 @@
-"""Docstrings as Markdown, for the API reference (see mkdocs.yml). In a docstring, arguments are
+"""Docstrings as Markdown, for the reference (see reference.py). In a docstring, arguments are
 paragraphs of lines `name: text`, which become lists, and examples are indented. Members whose
 docstring begins with one of INTERNAL are for other modules of fastcomm, and left out. A stub (.pyi)
 gets the docstrings of its source (.pyx).

@@ -62,16 +62,12 @@ def from_docs(text: str) -> str:
 
 
 def modules() -> Iterator[str]:
-    """What each module is for, by its own words, and what Python sees of the compiled ones."""
-    yield "# Modules\n\nWhat each module says of itself. Of compiled ones, also what Python sees.\n"
+    """What each module is for, by its own words."""
+    yield "# Modules\n\nWhat each module says of itself.\n"
     for path in sorted((ROOT / "fastcomm").glob("**/*.py*")):
         head = HEAD.match(path.read_text()) if path.suffix in (".py", ".pyx") else None
         if head is not None:
-            name = path.relative_to(ROOT)
-            yield f"## `{name}`\n\n{head[1].strip()}\n"
-            if path.with_suffix(".pyi").is_file():
-                yield f"::: {'.'.join(name.with_suffix('').parts)}\n    options:"
-                yield "      {show_root_heading: false, show_root_toc_entry: false}\n"
+            yield f"## `{path.relative_to(ROOT)}`\n\n{head[1].strip()}\n"
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
