@@ -19,7 +19,7 @@ def filled(page: str) -> str:
     for name, lines in (("matrix", _sections()), ("refusals", _refusals())):
         begin, rest = page.split(f"<!-- {name} -->\n")
         end = rest[rest.index("<!-- end -->") :]
-        page = "\n".join([f"{begin}<!-- {name} -->", *lines, end])
+        page = "\n".join([f"{begin}<!-- {name} -->", "", *lines, end])
     return page
 
 
@@ -43,6 +43,7 @@ def _refusals() -> Iterator[str]:
     yield "|---|---|---|"
     for one, others, why in REFUSALS:
         yield f"| {one.value} | {'; '.join(other.value for other in others)} | {why} |"
+    yield ""
 
 
 if __name__ == "__main__":
