@@ -1,4 +1,4 @@
-"""What communication costs: one training step without it, with fastcomm, and with torch DDP over
+"""What communication costs: a training step without it, with fastcomm, and with torch's DDP over
 Gloo, measured in turns in one run.
 """
 

@@ -1,5 +1,5 @@
-"""The same training twice, by torch's DDP over Gloo and by a Reducer: the losses side by side, step
-for step.
+"""Trains twice, with torch's DDP over Gloo and with a Reducer, and prints both losses of each
+step.
 
 torchrun --standalone --nproc-per-node=2 examples/converge.py
 """

@@ -1,12 +1,12 @@
-"""Four ranks as a mesh: two copies of a model, each of them cut over two ranks. Every step compares
-its gradients with those of one process that has the whole batch.
+"""Four ranks as a mesh: two copies of a model, each divided over two ranks. Every step compares its
+gradients with those of one process that has the whole batch.
 
     torchrun --standalone --nproc-per-node=4 examples/device_mesh.py tensor-parallel
     torchrun --standalone --nproc-per-node=4 examples/device_mesh.py fsdp
     torchrun --standalone --nproc-per-node=4 examples/device_mesh.py hsdp
 
-tensor-parallel and fsdp: torch cuts each copy, and fastcomm reduces between the copies. hsdp: torch
-does both, and calls fastcomm as its backend.
+tensor-parallel and fsdp: torch divides each copy, and fastcomm reduces between the copies. hsdp:
+torch does both, with fastcomm as its backend.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Ranks that step by themselves and sync every 20 steps, by DiLoCo: for links too slow to reduce
-every gradient. The loop is that of any reducer.
+"""DiLoCo: every rank steps by itself, and the ranks sync every 20 steps. For links that are too
+slow to reduce every gradient. The loop is that of any reducer.
 
     torchrun --standalone --nproc-per-node=2 examples/diloco.py
 """

@@ -1,11 +1,9 @@
-"""A generator and a discriminator, two optimizers, two reducers: no wrapper stands between the two
-models.
+"""A generator and a discriminator, with two optimizers and two reducers.
 
     torchrun --standalone --nproc-per-node=2 examples/gan.py
 
-The generator learns to draw points on a circle. One reducer for each model: the generator's
-backward runs through the discriminator, whose gradients of that pass nobody wants; freezing it for
-the pass would do, here `torch.autograd.grad` fires no hook at all.
+The generator learns to draw points on a circle. Its backward runs through the discriminator, but
+must not reduce the discriminator's gradients: `torch.autograd.grad` triggers no hook there.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """Ranks of a host reduce every gradient; hosts, whose link is slow, average their parameters every
-16 steps. A communicator for each host, and one for the ranks of one number, one in each host.
+16 steps. Each host has a communicator, and so has each local rank, with one rank per host.
 
     torchrun --nnodes=2 --nproc-per-node=8 ... examples/hosts_sync_seldom.py
     torchrun --standalone --nproc-per-node=4 examples/hosts_sync_seldom.py --per-host 2

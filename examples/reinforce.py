@@ -1,11 +1,11 @@
-"""Reinforcement learning with uneven work: every rank plays as many episodes as it can, and each
-counts the same in the gradient.
+"""Reinforcement learning with uneven work: every rank plays as many episodes as it can, and every
+episode counts the same in the gradient.
 
     torchrun --standalone --nproc-per-node=2 examples/reinforce.py
 
-A bandit with contexts, played by REINFORCE. Ranks play different numbers of episodes in each step,
-sometimes none. The reducer sums (op="sum") and every rank divides by the number of episodes of all
-ranks, so the gradient is that of one process that played them all.
+REINFORCE plays a bandit with contexts. Ranks play different numbers of episodes in each step,
+sometimes none. The reducer sums (op="sum"), and every rank divides by the number of episodes of all
+ranks. So the gradient is that of one process that plays all episodes.
 """
 
 from __future__ import annotations

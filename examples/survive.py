@@ -1,10 +1,10 @@
-"""A training that loses a rank, goes on with the others, and takes in another process in its place.
+"""A training run that loses a rank, continues with the others, and accepts a replacement process.
 
 python -m fastcomm run --replace 1 --ranks 3 examples/survive.py
 
-Rank 1 kills itself at step 20. In the end the ranks that have been there all the time compute the
-same training in one process, with as many shares of each batch as there were ranks: over shared
-memory the parameters have the same bits.
+Rank 1 kills itself at step 20. At the end the ranks that were there all the time repeat the
+training in one process, with as many shares of each batch as there were ranks. Over shared memory
+the parameters have the same bits.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Trains a small GPT on the source code of Python's standard library, on all ranks at once: a
-custom loop, as a user of fastcomm writes it.
+"""Trains a small GPT on the source code of Python's standard library, on all ranks: a training loop
+as a user of fastcomm writes it.
 
     torchrun --standalone --nproc-per-node=2 examples/train_gpt.py
 
-`python -m fastcomm demo` is the same. The lines about fastcomm are in main() and train(); the rest
-is the model's (gpt.py), or proves afterwards that the ranks agree, that their gradient is the one
-of a single process, and what communication cost beside torch DDP (compare_ddp.py).
+`python -m fastcomm demo` does the same. main() and train() use fastcomm. The rest is the model
+(gpt.py), or shows afterwards that the ranks agree, that their gradient is that of one process, and
+what communication costs compared with torch's DDP (compare_ddp.py).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Ranks with different numbers of batches: all of them take part until the last one is done.
+"""Ranks with different numbers of batches: all ranks take part until the last one is done.
 
 torchrun --standalone --nproc-per-node=2 examples/uneven_data.py
 """

@@ -1,5 +1,5 @@
-"""What real text brings: sequences of uneven length, ranks with different numbers of batches, and
-now and then a NaN. Gradients are means over tokens, as of one process that has all data.
+"""Uneven text: sequences of different lengths, ranks with different numbers of batches, and
+sometimes a NaN. Gradients are means over tokens, as of one process that has all data.
 
     torchrun --standalone --nproc-per-node=2 examples/uneven_tokens.py
 """

@@ -1,10 +1,10 @@
-"""Hugging Face Accelerate over fastcomm: its data loaders, its loop, its DDP. Needs `pip install
-accelerate`.
+"""Hugging Face Accelerate over fastcomm, with its data loaders, its loop and its DDP. Needs `pip
+install accelerate`.
 
     torchrun --standalone --nproc-per-node=2 examples/with_accelerate.py
 
-Accelerate takes the process group that is there before it. `--fastcomm hook` leaves the group to
-torch and has fastcomm reduce DDP's buckets, `--fastcomm off` does without: the losses are the same.
+Accelerate uses the process group that exists. `--fastcomm hook` keeps torch's group and uses
+fastcomm as DDP's hook; `--fastcomm off` does not use fastcomm. The losses are the same.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Lightning Fabric over fastcomm, the backend of its strategy. Needs `pip install
+"""Lightning Fabric over fastcomm, as the backend of its strategy. Needs `pip install
 lightning-fabric`.
 
     python examples/with_fabric.py
 
-Fabric starts the other rank by itself. `--fastcomm hook` leaves the group to torch and has fastcomm
-reduce DDP's buckets, `--fastcomm off` does without: the losses are the same.
+Fabric starts the other rank. `--fastcomm hook` keeps torch's group and uses fastcomm as DDP's hook;
+`--fastcomm off` does not use fastcomm. The losses are the same.
 """
 
 from __future__ import annotations

@@ -1,11 +1,10 @@
-"""Ray Train over fastcomm: a worker group on this machine, Ray's data loader, a loop of your own.
-Needs `pip install 'ray[train]'`, 2.60 or newer.
+"""Ray Train over fastcomm: a worker group on this machine, Ray's data loader, and your training
+loop. Needs `pip install 'ray[train]'`, 2.60 or newer.
 
     python examples/with_ray.py
 
-Ray makes the process group, over fastcomm, and DDP runs on it. `--fastcomm reducer` leaves the
-group to torch: each worker calls fastcomm.init(), and a Reducer stands in for DDP. The losses are
-the same.
+Ray makes the process group over fastcomm, and DDP runs on it. `--fastcomm reducer` keeps torch's
+group: each worker calls fastcomm.init(), and a Reducer replaces DDP. The losses are the same.
 """
 
 from __future__ import annotations

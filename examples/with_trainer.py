@@ -2,9 +2,9 @@
 
     torchrun --standalone --nproc-per-node=2 examples/with_trainer.py
 
-The Trainer takes the process group that is there before its arguments are made. `--fastcomm hook`
-leaves the group to torch and has fastcomm reduce DDP's buckets, `--fastcomm off` does without: the
-losses are the same.
+The Trainer uses the process group that exists when its arguments are made. `--fastcomm hook` keeps
+torch's group and uses fastcomm as DDP's hook; `--fastcomm off` does not use fastcomm. The losses
+are the same.
 """
 
 from __future__ import annotations
