@@ -1,14 +1,14 @@
-"""Steps that a training keeps while it loses ranks: every so often one of them is killed, and
-another process comes in its place. Beside it stands the same training undisturbed; and, where
-torchft is installed, the same script over torchft.
+"""Counts the steps that a training run keeps while it loses ranks: every few seconds a rank is
+killed, and another process takes its place. Compares with the same run undisturbed and, if torchft
+is installed, with the same script over torchft.
 
     python -m fastcomm bench elastic                      4 ranks, 2 minutes each, a kill every 15 s
     python -m fastcomm bench elastic --seconds 600 --json elastic.json
 
 A step is a small model's, and sleeps as long as a GPU would compute: --step-ms. Processes that come
 need the cores for their imports, so without that sleep they would be what is measured. The runs
-take place one after the other, in random order. At its end a run over fastcomm is computed anew in
-one process, with as many shares of each batch as there were ranks: the parameters must have the
+take place one after the other, in random order. At its end a run over fastcomm is repeated in one
+process, with as many shares of each batch as there were ranks: the parameters must have the
 same bits. torchft's lighthouse has the settings of torchft's own example.
 """
 
@@ -311,14 +311,14 @@ def parse_options() -> argparse.Namespace:
         metavar="WAY",
         help=f"of {', '.join(WAYS)} (all; torchft if it is installed)",
     )
-    parser.add_argument("--ranks", type=report.several, default=4, metavar="N", help="(4)")
+    parser.add_argument("--ranks", type=report.several, default=4, metavar="N", help="ranks (4)")
     parser.add_argument(
-        "--seconds", type=float, default=120.0, help="of each training, from its first step (120)"
+        "--seconds", type=float, default=120.0, help="length of each training, from its first step"
     )
     parser.add_argument(
         "--kill-every", type=float, default=15.0, metavar="S", help="seconds between kills (15)"
     )
-    parser.add_argument("--step-ms", type=float, default=50.0, help="that a step sleeps (50)")
+    parser.add_argument("--step-ms", type=float, default=50.0, help="how long a step sleeps (50)")
     parser.add_argument("--as-rank", help=argparse.SUPPRESS)
     options = report.parse(parser)
     if "torchft" in options.ways and not HAS_TORCHFT:

@@ -1,5 +1,5 @@
-"""What a step takes with buckets of a few sizes, which one Reducer(bucket_cap_mb="auto") keeps, and
-where the time of a step goes with that: measured on this machine.
+"""Measures on this machine what a step takes with buckets of a few sizes, which size
+Reducer(bucket_cap_mb="auto") keeps, and where the time of a step goes with that size.
 
     python -m fastcomm tune                                GPT-2 small, two ranks
     python -m fastcomm tune --model transformer --ranks 4
@@ -62,9 +62,9 @@ class Methods:
 
 def parse_options() -> argparse.Namespace:
     parser = report.make_parser(__doc__, prog="python -m fastcomm tune")
-    parser.add_argument("--model", choices=tuple(CASES), default="gpt2", help="(gpt2)")
-    parser.add_argument("--ranks", type=int, metavar="N", default=2, help="(2)")
-    parser.add_argument("--steps", type=int, metavar="N", default=10, help="in the summary (10)")
+    parser.add_argument("--model", choices=tuple(CASES), default="gpt2", help="the model (gpt2)")
+    parser.add_argument("--ranks", type=int, metavar="N", default=2, help="number of ranks (2)")
+    parser.add_argument("--steps", type=int, metavar="N", default=10, help="summed up steps (10)")
     options = parser.parse_args()
     for name in ("ranks", "steps"):
         if getattr(options, name) < 1:
