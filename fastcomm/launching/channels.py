@@ -100,12 +100,7 @@ class _Channel:
     """
 
     def __init__(
-        self,
-        src: int,
-        dst: int,
-        peer: int,
-        meet: Callable[[Tensor], Transport],
-        of_all: Standing,
+        self, src: int, dst: int, peer: int, meet: Callable[[Tensor], Transport], of_all: Standing
     ) -> None:
         """of_all: the standing of all channels."""
         self._name = f"a message from rank {src} (here rank 0) to rank {dst} (here rank 1)"

@@ -146,11 +146,7 @@ class Fixed:
     can_meet_anew = is_rebuilt = False
 
     def __init__(
-        self,
-        bootstrap: StoreBootstrap,
-        connect: Connect,
-        backend: str,
-        neighbours: Sequence[int],
+        self, bootstrap: StoreBootstrap, connect: Connect, backend: str, neighbours: Sequence[int]
     ) -> None:
         """backend: that of the parts. neighbours: the ranks of this host."""
         self._bootstrap, self._connect, self._backend = bootstrap, connect, backend

@@ -115,10 +115,7 @@ def connect(
 
 
 def _choose_device(
-    backend: str,
-    device: torch.device | str | None,
-    rank: int | None,
-    world_size: int | None,
+    backend: str, device: torch.device | str | None, rank: int | None, world_size: int | None
 ) -> torch.device:
     """The device of the gradients, with an index if it is a CUDA device."""
     if device is None:

@@ -280,11 +280,7 @@ class LocalSGD(ProcessBound):
         every rank's optimizers and every rank's model, or one rank's model if all ranks have just
         synced.
         """
-        return {
-            "n_steps": self.n_steps,
-            "n_syncs": self.n_syncs,
-            "synced_at": self._synced_at,
-        }
+        return {"n_steps": self.n_steps, "n_syncs": self.n_syncs, "synced_at": self._synced_at}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes what state_dict() has given. Collective: every rank loads the same. Raises

@@ -20,11 +20,7 @@ from fastcomm.errors import FastcommError, MismatchError, add_to_first_line
 from fastcomm.reducer.autograd import is_hooked_behind
 from fastcomm.reducer.gradients import Gradients, checksum
 from fastcomm.reducer.hooks import Counter, GradientHook
-from fastcomm.reducer.layout import (
-    BucketLayout,
-    strides_of,
-    view_of,
-)
+from fastcomm.reducer.layout import BucketLayout, strides_of, view_of
 from fastcomm.reducer.validation import grad_dtype, misfit_in_slot
 
 if TYPE_CHECKING:

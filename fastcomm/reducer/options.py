@@ -10,11 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from fastcomm.comm.collective import (
-    LINEAR_OPS,
-    complex_refusal,
-    refuse_error_feedback,
-)
+from fastcomm.comm.collective import LINEAR_OPS, complex_refusal, refuse_error_feedback
 from fastcomm.comm.transport import Transport
 from fastcomm.reducer.features.compatibility import Feature, check, why_not
 from fastcomm.reducer.validation import Model, NamedParameters

@@ -215,11 +215,7 @@ class Round(RoundFlags):
                 bucket.launch_vote(self.op, fingerprint, part)
             else:
                 bucket.launch(
-                    self.op,
-                    fingerprint,
-                    part,
-                    keeps_graph=self._keeps_graph,
-                    inspect=self.inspect,
+                    self.op, fingerprint, part, keeps_graph=self._keeps_graph, inspect=self.inspect
                 )
         except MismatchError as error:
             raise self._explained(error) from error.__cause__

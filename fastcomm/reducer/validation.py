@@ -93,9 +93,7 @@ def refuse_model(
 
 
 def _refuse_named(
-    named: NamedParameters,
-    device: torch.device,
-    is_attached: Callable[[Tensor], bool],
+    named: NamedParameters, device: torch.device, is_attached: Callable[[Tensor], bool]
 ) -> None:
     if not all(isinstance(entry, tuple) and len(entry) == 2 for entry in named):
         raise ValueError(
@@ -406,10 +404,7 @@ def _flat(tensor: Tensor) -> Tensor:
 
 
 def check_model_in_sync(
-    comm: Transport,
-    model: Model,
-    optimizer: torch.optim.Optimizer | None,
-    kind: str,
+    comm: Transport, model: Model, optimizer: torch.optim.Optimizer | None, kind: str
 ) -> None:
     """Compares the model's parameters and buffers, and what the optimizer holds if there is one.
     Raises MismatchError naming the first that is not the same on all ranks. kind: the optimizer's,

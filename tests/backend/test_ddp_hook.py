@@ -14,14 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fastcomm
 from tests.support.bodies import gloo
-from tests.support.models import (
-    Heads,
-    assert_gradients,
-    backward,
-    loss_of,
-    mean_gradients,
-    mlp,
-)
+from tests.support.models import Heads, assert_gradients, backward, loss_of, mean_gradients, mlp
 from tests.support.ranks import on_ranks
 
 

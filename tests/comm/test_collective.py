@@ -10,10 +10,7 @@ import inspect
 import torch
 from torch.distributed import ReduceOp
 
-from fastcomm.comm.collective import (
-    REDUCTIONS,
-    canonical_op,
-)
+from fastcomm.comm.collective import REDUCTIONS, canonical_op
 from fastcomm.comm.communicator import Communicator
 from tests.support.collective_checks import CALLS, CHECKS
 

@@ -7,12 +7,7 @@ import time
 import pytest
 import torch
 
-from tests.support.collective_checks import (
-    CHECKS,
-    check_unequal_parts,
-    naming,
-    with_every_op,
-)
+from tests.support.collective_checks import CHECKS, check_unequal_parts, naming, with_every_op
 from tests.support.ranks import on_ranks
 from tests.support.reference import (
     DTYPES,

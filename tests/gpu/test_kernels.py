@@ -11,10 +11,7 @@ from torch import Tensor
 from fastcomm.transports.cuda.blocks import BlockKernels, covered_bits
 from fastcomm.transports.cuda.multi_tensor import WIRE_DTYPES, MultiTensor
 from fastcomm.transports.group.wire import BLOCK, Wire
-from tests.gpu import (
-    DEVICE,
-    ids,
-)
+from tests.gpu import DEVICE, ids
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available(), reason="needs a GPU: run ci/gpu.sh where there is one"

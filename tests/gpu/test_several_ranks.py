@@ -13,10 +13,7 @@ from torch.nn import functional as F
 
 import fastcomm
 from fastcomm.insight.stragglers import FIRST_ROUNDS
-from tests.gpu import (
-    STEPS,
-    ids,
-)
+from tests.gpu import STEPS, ids
 from tests.support.models import batch
 from tests.support.process_groups import world
 from tests.support.ranks import on_ranks

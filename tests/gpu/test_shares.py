@@ -7,14 +7,7 @@ import torch
 from torch.nn import functional as F
 
 import fastcomm
-from tests.gpu import (
-    MANY_BUCKETS,
-    STEPS,
-    assert_same_parameters,
-    inputs,
-    loss_of,
-    mlp,
-)
+from tests.gpu import MANY_BUCKETS, STEPS, assert_same_parameters, inputs, loss_of, mlp
 from tests.gpu.test_several_ranks import oracle, small
 from tests.support.models import batch
 from tests.support.ranks import on_ranks

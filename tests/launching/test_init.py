@@ -15,9 +15,7 @@ from fastcomm.launching import rendezvous
 from tests.support.bodies import gloo
 from tests.support.outcomes import values_of
 from tests.support.ranks import fresh_ranks, torchrun_env
-from tests.support.reference import (
-    check_all_reduce,
-)
+from tests.support.reference import check_all_reduce
 
 
 def outcomes_of(world_size, body, *args, **options):

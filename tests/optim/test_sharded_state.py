@@ -9,12 +9,7 @@ import torch
 from torch import nn
 
 from fastcomm import FastcommError, MismatchError
-from tests.support.models import (
-    backward,
-    convnet,
-    image_backward,
-    mlp,
-)
+from tests.support.models import backward, convnet, image_backward, mlp
 from tests.support.ranks import on_ranks
 from tests.support.sharded_pairs import OPTIMIZERS, STEPS, Pair
 from tests.support.transports import EVERY_TRANSPORT

@@ -13,14 +13,7 @@ from torch import nn
 import fastcomm
 from fastcomm.reducer.bucket import Bucket
 from tests.support.memory import resident_bytes
-from tests.support.models import (
-    Heads,
-    attached,
-    backward,
-    loss_of,
-    mlp,
-    seed,
-)
+from tests.support.models import Heads, attached, backward, loss_of, mlp, seed
 from tests.support.ranks import on_ranks
 
 pytestmark = pytest.mark.usefixtures("transport")

@@ -14,13 +14,7 @@ import fastcomm
 from fastcomm import FastcommError, MismatchError, TimeoutError
 from tests.contract import new_ranks
 from tests.support.bodies import communicator
-from tests.support.models import (
-    attached,
-    backward,
-    check_backward,
-    check_gradients,
-    mlp,
-)
+from tests.support.models import attached, backward, check_backward, check_gradients, mlp
 from tests.support.outcomes import values_of
 from tests.support.ranks import on_ranks
 from tests.support.transports import EVERY_TRANSPORT, TRANSPORTS_OVER_TORCH

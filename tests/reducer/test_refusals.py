@@ -14,13 +14,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import fastcomm
 from fastcomm import FastcommError, MismatchError
-from tests.support.models import (
-    assert_gradients,
-    attached,
-    backward,
-    mean_gradients,
-    mlp,
-)
+from tests.support.models import assert_gradients, attached, backward, mean_gradients, mlp
 from tests.support.ranks import on_ranks
 from tests.support.transports import EVERY_TRANSPORT
 

@@ -18,13 +18,7 @@ import fastcomm
 from fastcomm import AbandonedError
 from fastcomm.comm.objects import gather_objects
 from fastcomm.reducer import round as round_module
-from tests.support.models import (
-    SMALL_BUCKETS,
-    assert_gradients,
-    attached,
-    backward,
-    mean_gradients,
-)
+from tests.support.models import SMALL_BUCKETS, assert_gradients, attached, backward, mean_gradients
 from tests.support.ranks import on_ranks
 
 pytestmark = pytest.mark.usefixtures("transport")

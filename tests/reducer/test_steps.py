@@ -9,11 +9,7 @@ import torch
 
 import fastcomm
 from fastcomm import MismatchError
-from tests.support.models import (
-    attached,
-    backward,
-    check_backward,
-)
+from tests.support.models import attached, backward, check_backward
 from tests.support.ranks import on_ranks
 
 pytestmark = [

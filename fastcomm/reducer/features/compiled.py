@@ -85,11 +85,7 @@ class Backend:
 
     __name__ = "fastcomm"  # in torch's messages
 
-    def __init__(
-        self,
-        core: Callable[[], Core | None],
-        compile_piece: Callable[..., Any],
-    ) -> None:
+    def __init__(self, core: Callable[[], Core | None], compile_piece: Callable[..., Any]) -> None:
         self._core = core
         self._compile_piece = compile_piece
 

@@ -48,12 +48,7 @@ _APART = (
 class Join(ProcessBound, Generic[T]):
     """The block of Reducer.join(). Made for each, or used again."""
 
-    def __init__(
-        self,
-        core: Core,
-        batches: Iterable[T] | None,
-        state: Iterable[Stateful],
-    ) -> None:
+    def __init__(self, core: Core, batches: Iterable[T] | None, state: Iterable[Stateful]) -> None:
         core.model()
         self._comm, self._core, self._batches = core.comm, core, batches
         self._state = list(state)

@@ -72,12 +72,7 @@ class SparseBucket(Bucket):
 
     waits_in_launch = True
 
-    def __init__(
-        self,
-        label: int,
-        named: Sequence[tuple[str, Parameter]],
-        comm: Transport,
-    ) -> None:
+    def __init__(self, label: int, named: Sequence[tuple[str, Parameter]], comm: Transport) -> None:
         own = [parameter for _, parameter in named]
         self._label, self._comm = label, comm
         self.indices = list(range(len(own)))

@@ -18,12 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastcomm.comm.collective import (
-    BLOCK_DTYPES,
-    SENT_DTYPES,
-    WIRE_DTYPES,
-    refuse_dtype,
-)
+from fastcomm.comm.collective import BLOCK_DTYPES, SENT_DTYPES, WIRE_DTYPES, refuse_dtype
 from fastcomm.comm.parts import Parts, equal_parts
 from fastcomm.comm.transport import Transport
 from fastcomm.comm.who import PROCESS, own_process, processes_of

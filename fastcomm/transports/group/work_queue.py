@@ -392,11 +392,7 @@ class WorkQueue(Watched):
         self._take_step(running)
 
     def _steps_of(
-        self,
-        work: GroupWork,
-        transfer: Transfer | None,
-        verdict: Verdict,
-        gathered: Announcement,
+        self, work: GroupWork, transfer: Transfer | None, verdict: Verdict, gathered: Announcement
     ) -> Iterator[None]:
         """What there is to do for what all ranks with data have announced."""
         nothing: Iterator[None] = iter(())

@@ -13,13 +13,7 @@ import fastcomm
 from fastcomm.reducer import plan
 from fastcomm.reducer.round import Round
 from tests.support.bodies import Interrupted
-from tests.support.models import (
-    assert_gradients,
-    attached,
-    backward,
-    mean_gradients,
-    seed,
-)
+from tests.support.models import assert_gradients, attached, backward, mean_gradients, seed
 from tests.support.ranks import on_ranks
 from tests.support.transports import TRANSPORTS_OVER_TORCH
 

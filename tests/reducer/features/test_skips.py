@@ -13,15 +13,7 @@ from fastcomm import AbandonedError, FastcommError
 from fastcomm.reducer.features import skip
 from fastcomm.reducer.features.skip import Skipping
 from tests.support.bodies import finish_together
-from tests.support.models import (
-    SMALL_BUCKETS,
-    attached,
-    backward,
-    batch,
-    gradients,
-    loss_of,
-    mlp,
-)
+from tests.support.models import SMALL_BUCKETS, attached, backward, batch, gradients, loss_of, mlp
 from tests.support.ranks import on_ranks
 from tests.support.skips import INF, NAN, Trainee, logged, spoil
 from tests.support.transports import EVERY_TRANSPORT

@@ -24,12 +24,7 @@ from fastcomm.transports.group.exchange import FUSABLE_NBYTES, FUSED_NBYTES
 from tests.support.bodies import communicator, gloo, meeting_place, note
 from tests.support.outcomes import values_of
 from tests.support.ranks import fresh_ranks, on_ranks
-from tests.support.reference import (
-    INTEGERS,
-    assert_same_bits,
-    check_all_reduce,
-    integer_mean,
-)
+from tests.support.reference import INTEGERS, assert_same_bits, check_all_reduce, integer_mean
 
 pytestmark = [pytest.mark.usefixtures("transport"), pytest.mark.transports("group")]
 

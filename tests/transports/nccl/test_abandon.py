@@ -9,16 +9,8 @@ import pytest
 import torch
 
 import fastcomm
-from fastcomm import (
-    FastcommError,
-    NcclError,
-    PeerLostError,
-)
-from tests.fakes.stand_ins import (
-    assert_all_ended,
-    failing,
-    loaded,
-)
+from fastcomm import FastcommError, NcclError, PeerLostError
+from tests.fakes.stand_ins import assert_all_ended, failing, loaded
 from tests.support.bodies import finish_together, leave, raised
 from tests.support.models import (
     SMALL_BUCKETS,

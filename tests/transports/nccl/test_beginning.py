@@ -11,17 +11,9 @@ from datetime import timedelta
 
 import pytest
 
-from fastcomm import (
-    FastcommError,
-    InitError,
-)
+from fastcomm import FastcommError, InitError
 from fastcomm.transports.nccl import link as nccl_link
-from tests.fakes.stand_ins import (
-    assert_all_ended,
-    failing,
-    hanging,
-    wait_for_call,
-)
+from tests.fakes.stand_ins import assert_all_ended, failing, hanging, wait_for_call
 from tests.support.bodies import raised
 from tests.support.outcomes import values_of
 from tests.support.ranks import torchrun_env

@@ -15,12 +15,7 @@ from fastcomm import NcclError
 from fastcomm.transports.group.wire import BLOCK, Wire
 from tests.fakes.stand_ins import failing, loaded, log_of
 from tests.support.bodies import raised
-from tests.support.models import (
-    SMALL_BUCKETS,
-    gradients,
-    mean_gradients,
-    mlp,
-)
+from tests.support.models import SMALL_BUCKETS, gradients, mean_gradients, mlp
 from tests.transports.nccl import communicator, stand_in_values
 
 STEP = 0.5 / 127  # the most that rounding changes, of the largest in a block

@@ -5,9 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.fakes.stand_ins import (
-    loaded,
-)
+from tests.fakes.stand_ins import loaded
 from tests.support.ranks import on_ranks
 from tests.transports.nccl import communicator, stand_in_values
 

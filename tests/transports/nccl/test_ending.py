@@ -12,20 +12,9 @@ import pytest
 import torch
 
 import fastcomm
-from fastcomm import (
-    FastcommError,
-    NcclError,
-    TimeoutError,
-)
+from fastcomm import FastcommError, NcclError, TimeoutError
 from fastcomm.transports.nccl import link as nccl_link
-from tests.fakes.stand_ins import (
-    assert_all_ended,
-    failing,
-    hanging,
-    loaded,
-    log_of,
-    wait_for_call,
-)
+from tests.fakes.stand_ins import assert_all_ended, failing, hanging, loaded, log_of, wait_for_call
 from tests.support.bodies import note, raised, wait_for_note
 from tests.support.models import SMALL_BUCKETS, mlp
 from tests.support.outcomes import values_of

@@ -13,24 +13,11 @@ import pytest
 import torch
 
 import fastcomm
-from fastcomm import (
-    FastcommError,
-)
-from tests.fakes.stand_ins import (
-    assert_all_ended,
-    failing,
-    loaded,
-    log_of,
-)
+from fastcomm import FastcommError
+from tests.fakes.stand_ins import assert_all_ended, failing, loaded, log_of
 from tests.support.bodies import raised
 from tests.support.collective_checks import CALLS
-from tests.support.models import (
-    SMALL_BUCKETS,
-    assert_gradients,
-    backward,
-    mean_gradients,
-    mlp,
-)
+from tests.support.models import SMALL_BUCKETS, assert_gradients, backward, mean_gradients, mlp
 from tests.support.outcomes import values_of
 from tests.transports.nccl import CODES, ERRORS, LAUNCH_FAILED, SOON, communicator, outcomes_of
 

@@ -15,18 +15,8 @@ import torch
 import fastcomm
 from fastcomm import FastcommError, TimeoutError
 from fastcomm.comm.transport import Part
-from tests.fakes.stand_ins import (
-    assert_all_ended,
-    loaded,
-    log_of,
-)
-from tests.support.models import (
-    SMALL_BUCKETS,
-    assert_gradients,
-    backward,
-    mean_gradients,
-    mlp,
-)
+from tests.fakes.stand_ins import assert_all_ended, loaded, log_of
+from tests.support.models import SMALL_BUCKETS, assert_gradients, backward, mean_gradients, mlp
 from tests.transports.nccl import SOON, communicator, stand_in_values
 
 # The order of launches, by the logs. The two libraries keep one each; what comes between is ordered

@@ -13,15 +13,9 @@ import torch
 import fastcomm
 from fastcomm import PeerLostError, TimeoutError
 from fastcomm.comm import watchdog
-from tests.fakes.stand_ins import (
-    assert_all_ended,
-    failing,
-    loaded,
-)
+from tests.fakes.stand_ins import assert_all_ended, failing, loaded
 from tests.support.bodies import leave, left, note, raised, wait_for_note
-from tests.support.models import (
-    mlp,
-)
+from tests.support.models import mlp
 from tests.support.outcomes import values_of
 from tests.transports.nccl import communicator, outcomes_of
 

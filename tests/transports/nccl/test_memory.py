@@ -9,18 +9,8 @@ import pytest
 import torch
 
 import fastcomm
-from tests.fakes.stand_ins import (
-    loaded,
-    log_of,
-    nccl_without,
-    wait_for_call,
-)
-from tests.support.models import (
-    SMALL_BUCKETS,
-    backward,
-    check_gradients,
-    mlp,
-)
+from tests.fakes.stand_ins import loaded, log_of, nccl_without, wait_for_call
+from tests.support.models import SMALL_BUCKETS, backward, check_gradients, mlp
 from tests.transports.nccl import abandon_on_last_rank, communicator, stand_in_values
 
 

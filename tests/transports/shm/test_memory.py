@@ -18,9 +18,7 @@ from fastcomm import InitError
 from tests.support.bodies import communicator
 from tests.support.outcomes import values_of
 from tests.support.ranks import fresh_ranks, on_ranks
-from tests.support.reference import (
-    check_all_reduce,
-)
+from tests.support.reference import check_all_reduce
 
 
 def _shared_memory_bytes():
