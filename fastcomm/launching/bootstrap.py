@@ -41,6 +41,8 @@ from fastcomm.launching.timed_store import ANSWER_S, Silence, TimedStore, answer
 
 _POLL_S, _LONGEST_POLL_S = 0.002, 0.05
 _LONGEST_KNOCK_S = 10.0
+_LOOK_S = 1.0  # how often a rank looks at those that met here before
+_ALONE_S = 20.0  # how long it waits alone once they have ended: they may be started again
 _TAKEN_IN = "taken in"
 _PROCESS = uuid.uuid4().hex  # with its pid it names a process: a forked child has another one
 _file_stores: dict[str, FileStore] = {}  # by path, those that are kept until the process ends
@@ -99,6 +101,7 @@ class StoreBootstrap:
         self._pass_on = pass_on
         self._store, self._timed = store, TimedStore(store, timeout)
         self.timeout = timeout
+        self._next_look, self._end = Deadline(_LOOK_S), Deadline(_ALONE_S)
         self._n_exchanges = 0
         self._exchange = ""  # the name of the newest
         try:
@@ -213,8 +216,10 @@ class StoreBootstrap:
         try:
             if self._look_at_peers is not None:
                 self._look_at_peers()
-            if self._exchange == "1" and self._timed.check([_TAKEN_IN]):
-                raise TakenIn(text_of(self._timed.get(_TAKEN_IN)))
+            if self._exchange == "1":
+                if self._timed.check([_TAKEN_IN]):
+                    raise TakenIn(text_of(self._timed.get(_TAKEN_IN)))
+                self._look_at_those_before()
             if self._timed.check(["failed"]):
                 kind = PeerLostError if self._is_collective else InitError
                 raise kind(text_of(self._timed.get("failed")))
@@ -226,6 +231,19 @@ class StoreBootstrap:
             raise
         except RuntimeError as error:
             raise self.lost(error) from error
+
+    def _look_at_those_before(self) -> None:
+        """Raises InitError if they have ended, and for a while nobody else has come."""
+        if self.point is None or not self._next_look.is_over():
+            return
+        self._next_look = Deadline(_LOOK_S)
+        if not self.point.is_left_to(self.rank, self.world_size):
+            self._end = Deadline(_ALONE_S)
+        elif self._end.is_over():
+            raise InitError(
+                f"{self.name} waits alone where others have met: their processes have ended, so "
+                "nobody takes it in. Start all ranks again, at a port or file of their own"
+            )
 
     def fail(self, message: str) -> None:
         """Ends the exchange on the other ranks, too. They raise the first failure reported."""
@@ -371,6 +389,21 @@ class MeetingPoint:
         }
         return {rank: one for rank, one in processes.items() if not has_ended(*one)}
 
+    def is_left_to(self, rank: int, world_size: int) -> bool:
+        """Whether those that have met here before have ended, as far as this host knows, and no
+        other rank waits for a first meeting.
+        """
+        store = self.timed_store(patience=timedelta())
+        others = [other for other in range(world_size) if other != rank]
+        with contextlib.suppress(RuntimeError):  # the store is silent, or gone
+            for number in reversed(range(int(self.prefix.rpartition("/")[2]))):
+                part = f"{_prefix()}/{number}"
+                if not all(has_ended(*one) for one in _claims(store, part, world_size)):
+                    return False
+                if store.check([f"{part}/2/all"]):  # else who came there joined those before
+                    return not self.waiting(others, patience=timedelta())
+        return False
+
     def take_in(self, note: str) -> None:
         """Tells those who wait. Who comes afterwards waits for another meeting."""
         store = self.timed_store()
@@ -408,6 +441,14 @@ class MeetingPoint:
             "of its host is left: start the ranks under a launcher that serves it (torchrun), or "
             "let them meet at a file"
         )
+
+
+def _claims(store: TimedStore, part: str, world_size: int) -> Iterator[list[Any]]:
+    """The processes, pid and host, that have claimed ranks in a part of the store."""
+    for rank in range(world_size):
+        if store.check([f"{part}/claim/{rank}"]):
+            what = f"the claim to rank {rank} in the store"
+            yield forms.read(store.get(f"{part}/claim/{rank}"), PROCESS, what)
 
 
 def _prefix(name: str = "ranks") -> str:

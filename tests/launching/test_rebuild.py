@@ -7,6 +7,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import subprocess
 import time
 from datetime import timedelta
 from typing import Any
@@ -19,7 +20,7 @@ from torch.distributed import HashStore
 import fastcomm
 from fastcomm.comm.objects import on_host
 from fastcomm.launching import bootstrap, membership
-from tests.support.bodies import Place, communicator, leave, note, wait_for_note
+from tests.support.bodies import Place, communicator, leave, note, raised, wait_for_note
 from tests.support.outcomes import Outcome, values_of
 from tests.support.ranks import fresh_ranks, torchrun_env
 from tests.support.transports import EVERY_TRANSPORT, environment_of
@@ -229,6 +230,52 @@ def _wait_in_vain(place: Place) -> str:
 def test_a_rank_that_nobody_takes_in_does_not_go_on_alone():
     seen = values_of(fresh_ranks(4, _wait_in_vain), 0)
     assert all("missing: rank " in one for one in seen)
+
+
+def _come_when_it_is_over(place: Place, rebuilds: bool) -> str:
+    """Rank 0 dies; the others end, or go on without it before. Then another comes in its place."""
+    if place.rank == 3:
+        bootstrap._ALONE_S = 0.5
+        for name in "rank 1 ends", "rank 2 ends":
+            wait_for_note(place, name)
+        message, seconds = raised(fastcomm.InitError, lambda: _take_the_place_of(place, 0, 3))
+        assert seconds < 10
+        return message
+    comm = _take_the_place_of(place, place.rank, 3)
+    if comm.rank == 0:
+        leave(place, comm, "killed")
+    _lose_a_peer(comm)
+    if rebuilds:
+        assert _sum(comm.rebuild()) == 3
+    note(place, **{f"rank {place.rank} ends": ""})
+    os._exit(1)
+
+
+@pytest.mark.parametrize(
+    "backend, rebuilds", [("shm", True), ("shm", False), ("nccl", False), ("group", False)]
+)
+def test_who_comes_when_the_others_have_ended_is_told_so_within_seconds(backend, rebuilds):
+    (seen,) = values_of(_ranks(backend, 4, _come_when_it_is_over, rebuilds), 0, 1, 2)
+    assert seen.startswith("rank 0 waits alone where others have met: their processes have ended")
+
+
+@pytest.mark.parametrize("other", [None, "has not ended", "is started again"])
+def test_who_is_not_alone_where_others_have_ended_waits_for_them(other, monkeypatch):
+    monkeypatch.delenv("TORCHELASTIC_RESTART_COUNT", raising=False)
+    store, part = HashStore(), "fastcomm/0/ranks"
+    with subprocess.Popen(["true"]) as ended:
+        ended.wait()
+    pids = [ended.pid, os.getpid() if other == "has not ended" else ended.pid]
+    for rank, pid in enumerate(pids):
+        store.set(f"{part}/0/claim/{rank}", json.dumps([pid, bootstrap.host_identity()]))
+    store.set(f"{part}/0/2/all", "")
+    store.add(f"{part}/n_meetings", 1)
+    if other == "is started again":
+        came = ["", os.getpid(), bootstrap.host_identity()]
+        store.set(f"{part}/1/came/1", json.dumps(came))
+    point = bootstrap.MeetingPoint(urlparse("env://"), store)
+    point.bootstrap(0, 2, timedelta(seconds=5))
+    assert point.is_left_to(0, 2) == (other is None)
 
 
 def test_a_note_for_another_process_is_not_taken_for_ones_own(monkeypatch):
