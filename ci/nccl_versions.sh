@@ -5,10 +5,11 @@
 #
 #     bash ci/nccl_versions.sh [wheel ...]
 #
-# torch 2.6 brought 2.21.5, torch 2.11 brings 2.28.9; the last one is the newest there is.
+# torch 2.6 brought 2.21.5, torch 2.11 brings 2.28.9. From 2.31 on a destruction waits for the host's
+# ranks, and NCCL_ALGO turns off the collectives that it does not name.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-(($#)) || set -- nvidia-nccl-cu12==2.21.5 nvidia-nccl-cu13==2.28.9 nvidia-nccl-cu13
+(($#)) || set -- nvidia-nccl-cu12==2.21.5 nvidia-nccl-cu13=={2.28.9,2.31.2,2.32.3}
 python=.venv/bin/python
 table=()
 status=0

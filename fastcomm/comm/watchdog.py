@@ -276,6 +276,13 @@ class Watchdog:
             self._read_closings(comm)
         return sorted(self._closed)
 
+    def misses_a_rank(self, comm: Watched) -> bool:
+        """Whether another rank is gone, or goes, otherwise than by closing in good order."""
+        with contextlib.suppress(RuntimeError):
+            has_failed = self._notes.read("failure") is not None
+            return has_failed or not set(self._dead()) <= set(self.closed(comm))
+        return False
+
     def _judge(self, comm: Watched, number: int, age: float, what: Called) -> None:
         """Finds out whether a collective that has not ended for a while ever will."""
         if self._stopped.is_set():

@@ -207,8 +207,8 @@ SINCE_2_18 ncclResult_t ncclCommSplit(ncclComm_t parent, int color, int key, ncc
  *   ncclInvalidArgument.
  * - All four return ncclSuccess for NULL.
  *
- * - Destroy, and before 2.23 Abort, too, wait until the other ranks of the host that are connected
- *   to the communicator's proxy thread have left theirs: here, with stand_in_end_together().
+ * - Destroy waits until the other ranks of the host destroy theirs, from 2.31 on for ever: an abort
+ *   does not count. Here, with stand_in_end_together().
  *
  * What is not as with NCCL: a revoked communicator cannot be split. */
 
@@ -288,7 +288,6 @@ EXPORT ncclResult_t ncclCommAbort(ncclComm_t comm) {
             wait_for_graphs(comm);
         }
         leave(comm);
-        wait_as_destroyed(comm);
         dispose(comm);
     }
     return result;

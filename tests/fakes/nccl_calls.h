@@ -52,8 +52,8 @@ EXPORT int stand_in_live_comms(void);
  * one ends. 0 lets all of them go. */
 EXPORT void stand_in_hold_revocations(int until);
 
-/* From now on Destroy and Abort return only when the other ranks have left the communicator, too:
- * so does NCCL where these are connected to its proxy thread. 0 ends it. */
+/* From now on Destroy returns only when the other ranks destroy the communicator, too: NCCL 2.31
+ * waits for those of the host, and no abort lets it go. 0 ends it. */
 EXPORT void stand_in_end_together(int on);
 
 /* Collectives that were revoked or aborted inside their call do not return from it. 0 lets them. */
@@ -138,7 +138,7 @@ bool end_use(ncclComm_t comm, bool *flag);
 
 /* A revocation waits for the kernels to leave the device. */
 void wait_as_revoked(ncclComm_t comm);
-/* What frees the communicator may wait for the other ranks. */
+/* A destruction may wait for those of the other ranks. */
 void wait_as_destroyed(ncclComm_t comm);
 /* Counts an abort that comes before the end of a revocation or of a destruction. */
 void note_abort(ncclComm_t comm);

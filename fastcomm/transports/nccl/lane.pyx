@@ -104,16 +104,19 @@ cdef class Lane:
             raise call.error
         self.comm = <ncclComm_t><size_t>call.result
 
-    def close(self, double timeout_s, memory):
+    def close(self, double timeout_s, memory, bint aborts):
         """Ends the communicator when all that was launched is done, and begins to free it. Returns
         the call that does: see `errors_of`. After an error, or when the time is up, aborts it and
-        raises NcclError or TimeoutError. memory: as in begin_abort.
+        raises NcclError or TimeoutError. memory: as in begin_abort. aborts: frees it by an abort,
+        as another rank has: NCCL 2.31 waits without a limit for the others that destroy theirs.
         """
         if self.comm == NULL:
             return None
         call = ThreadCall(self.device, functools.partial(self._finalize, memory)).start()
         in_time = Deadline(timeout_s).await_(call.over.wait)
         if in_time and call.error is None:
+            if aborts:
+                return self.begin_abort(memory, None)
             destroying = functools.partial(_destroy, <size_t>self.comm)
             self.comm = NULL
             return ThreadCall(self.device, destroying).start()

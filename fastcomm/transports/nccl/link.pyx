@@ -200,13 +200,14 @@ cdef class Link:
                                 "communicator are alive: delete them first")
         self.standing.end(FastcommError(has_closed(self.rank)))
         self.is_closed = True
+        cdef bint aborts = self.watchdog.misses_a_rank(self)
         self.watchdog.stop()
         with contextlib.suppress(RuntimeError):  # as in leave_abort()
             leave_closing(self.bootstrap, self.rank, self.epoch, self.launches.number)
         errors, freeing = [], []
         for lane in reversed(self.lanes):
             try:
-                freeing.append((<Lane>lane).close(timeout, self.pool))
+                freeing.append((<Lane>lane).close(timeout, self.pool, aborts))
             except FastcommError as error:
                 errors.append(error)
         errors += errors_of([call for call in freeing if call is not None], min(timeout, FREE_S))

@@ -13,9 +13,11 @@ import torch
 
 import fastcomm
 from fastcomm import FastcommError, NcclError, TimeoutError
+from fastcomm.comm import watchdog
+from fastcomm.launching.bootstrap import process_has_ended
 from fastcomm.transports.nccl import link as nccl_link
 from tests.fakes.stand_ins import assert_all_ended, failing, hanging, loaded, log_of, wait_for_call
-from tests.support.bodies import note, raised, wait_for_note
+from tests.support.bodies import leave, left, note, raised, wait_for_note
 from tests.support.models import SMALL_BUCKETS, mlp
 from tests.support.outcomes import values_of
 from tests.transports.nccl import SOON, communicator, outcomes_of
@@ -95,6 +97,30 @@ def _close_before_the_others(place):
 
 def test_a_close_leaves_what_nccl_frees_when_the_other_ranks_have_closed():
     assert values_of(outcomes_of(2, _close_before_the_others)) == [(0, 0)] * 2
+
+
+def _close_behind_an_abort(place, how):
+    watchdog.LOOK_S = 60  # it does not hear of it before
+    comm = communicator(place)
+    loaded("nccl").stand_in_end_together(1)
+    if place.rank == 1:
+        leave(place, comm, how)
+        note(place, over=True)
+        return None
+    wait_for_note(place, "over" if how == "aborts" else "left_at")
+    while how == "killed" and not process_has_ended(left(place)[0]):
+        time.sleep(0.01)
+    before = time.monotonic()
+    comm.close()
+    assert time.monotonic() - before < SOON
+    assert_all_ended()
+    return _calls("ncclCommDestroy"), _calls("ncclCommAbort")
+
+
+@pytest.mark.parametrize("how", ["aborts", "killed"])
+def test_a_close_aborts_where_another_rank_destroys_nothing(how):
+    """NCCL would wait in its destruction for that rank."""
+    assert values_of(outcomes_of(2, _close_behind_an_abort, how), 1) == [(0, 1)]
 
 
 # Revocations that do not return at once: NCCL waits in them for its kernels to leave the device,
