@@ -21,7 +21,6 @@ from lib import machine
 ROOT = Path(__file__).resolve().parent.parent
 SUMMARY = "gpu-summary.json"
 NOT_YET = "**Nothing here has run on a GPU yet.**"
-BENCHMARKS = ("flatten", "step", "compiled", "allreduce", "paper")  # paper: of earlier runs
 WAYS = {  # of bench/step.py, by the heading of their column
     "local": "local step",
     "fastcomm": "fastcomm",
@@ -68,31 +67,27 @@ def read_steps(path: Path) -> Iterator[dict[str, object]]:
 
 
 def page(folder: Path) -> str:
-    """Markdown: the steps of the run, what each way adds to a training step, and the bars of the
-    kernels.
-    """
+    """Markdown: the steps of the run, what each way adds to a training step, and the kernels."""
     if not (folder / SUMMARY).is_file():
         return NOT_YET
     summary = json.loads((folder / SUMMARY).read_text())
     on = summary["machine"]
     lines = [
         f"Run on {on['gpu']}, driver {on['driver']}, NCCL {on['nccl']}, torch {on['torch']},",
-        f"at commit {on['commit']} on {on['date'][:10]}, by `bash ci/gpu.sh`:",
-        "",
-        "| step | outcome | seconds | its last line |",
-        "|---|---|---|---|",
-        *(_row_of(step) for step in summary["steps"]),
+        f"at commit {on['commit']} on {on['date'][:10]}, by `bash ci/gpu.sh`:\n",
+        *_outcomes_of(summary["steps"]),
         *_overheads_of(folder / "step-cuda.json"),
         *_bars_of(folder / "flatten.json"),
     ]
     return "\n".join(lines)
 
 
-def _row_of(step: dict[str, Any]) -> str:
-    """Without the figures of a benchmark, whose newest run may be another one."""
-    has_figures = step["name"] in BENCHMARKS and step["outcome"] == "passed"
-    said = "" if has_figures else step["last line"]
-    return f"| {step['name']} | {step['outcome']} | {step['seconds']} | {said} |"
+def _outcomes_of(steps: list[dict[str, Any]]) -> Iterator[str]:
+    names: dict[str, list[str]] = {}
+    for step in steps:
+        names.setdefault(step["outcome"], []).append(step["name"])
+    for outcome, of in names.items():
+        yield f"- {outcome}: {', '.join(of)}"
 
 
 def _overheads_of(path: Path) -> Iterator[str]:

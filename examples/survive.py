@@ -24,20 +24,20 @@ MORE = 10  # steps that all ranks make together in the end
 ROWS = 12  # of a batch, which the ranks share out
 
 
-def new_model() -> tuple[nn.Module, torch.optim.Optimizer]:
+def new_model(device: torch.device | str = "cpu") -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 1))
+    model = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 1)).to(device)
     return model, torch.optim.Adam(model.parameters(), lr=0.01)
 
 
 def loss_of(model: nn.Module, step: int, share: int, n_shares: int) -> Tensor:
     batch = torch.randn(ROWS, 8, generator=torch.Generator().manual_seed(step))
-    rows = batch[share::n_shares]
+    rows = batch[share::n_shares].to(next(model.parameters()).device)
     return nn.functional.mse_loss(model(rows), rows.sum(1, keepdim=True))
 
 
 def train(comm: fastcomm.Communicator) -> None:
-    model, optimizer = new_model()
+    model, optimizer = new_model(comm.device)
     reducer = fastcomm.Reducer(comm).attach(model)
     n_ranks, is_lost_later = comm.world_size, comm.rank == 1
     sizes: list[int] = []  # how many ranks there were, by step
@@ -77,7 +77,7 @@ def compare(model: nn.Module, sizes: list[int]) -> None:
 
 def is_computed_alike(model: nn.Module, sizes: list[int]) -> bool:
     """Whether one process comes to the same bits, with as many shares of each step's batch."""
-    alone, optimizer = new_model()
+    alone, optimizer = new_model(next(model.parameters()).device)
     for step, n_ranks in enumerate(sizes):
         gradients = []
         for share in range(n_ranks):

@@ -41,6 +41,15 @@ def test_every_script_is_in_the_quickstart() -> None:
     assert not missing and len(scripts) > 10, missing
 
 
+def test_every_script_that_takes_any_device_moves_what_it_trains_there() -> None:
+    """Most run on another device here (printed_by); those that a launcher starts do not."""
+    texts = {path.name: path.read_text() for path in (ROOT / "examples").glob("*.py")}
+    takes_any = re.compile(r'fastcomm\.init\((?!"shm"|group=)')
+    found = [name for name, text in texts.items() if takes_any.search(text)]
+    assert len(found) > 5
+    assert [name for name in found if "comm.device)" not in texts[name]] == []
+
+
 def test_the_gan_learns_the_circle() -> None:
     radius = re.search(r"draws: ([\d.]+)", run("gan.py", "--steps", "300"))
     assert radius is not None and float(radius[1]) == pytest.approx(1, abs=0.2)
