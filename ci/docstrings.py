@@ -18,6 +18,12 @@ import griffe
 
 INTERNAL = "For reducers"
 ITEM = re.compile(r"^([a-z_]+(?:, [a-z_]+)*): ", re.MULTILINE)
+# What a docstring names as it stands in code: calls, constants, names with a dot or an underscore.
+NAME = re.compile(
+    r"(?<![\w`.])(?:\w[\w.]*\([\w=., ]*\)|(?:torch|nn|fastcomm|reducer|comm)(?:\.\w+)+|\.grad\b"
+    r"|\w*[a-zA-Z]_[a-zA-Z]\w*(?:=\w+)?|\w+=(?:True|False|None|\d+)|[A-Z]\w+Error|None|True|False"
+    r"|ShardedOptimizer|LocalSGD|DiLoCo)(?![\w`=])"
+)
 # A class or a function, and its docstring if it has one; parameters may have calls in them.
 DEFINITION = re.compile(
     r"^( *)(?:cdef class|class|cpdef|def) (?:\w+ )*(\w+)(?:\((?:[^()]|\([^()]*\))*\))?[^\n(]*:\n"
@@ -81,6 +87,7 @@ def _paragraph(text: str) -> str:
     if text.startswith("    "):
         return f"```python\n{textwrap.dedent(text)}\n```"
     if ITEM.match(text):
-        continued = re.sub(r"\n(?![a-z_, ]+: )", "\n    ", text)
-        return ITEM.sub(lambda item: f"- `{item[1].replace(', ', '`, `')}`: ", continued)
-    return text
+        text = re.sub(r"\n(?![a-z_, ]+: )", "\n    ", text)
+        text = ITEM.sub(lambda item: f"- `{item[1].replace(', ', '`, `')}`: ", text)
+    parts = re.split("(`[^`]*`)", text)
+    return "".join(one if one.startswith("`") else NAME.sub(r"`\g<0>`", one) for one in parts)
