@@ -1,5 +1,5 @@
 """The documentation says what the code does: its Python runs, or is a part of an example that runs;
-links lead somewhere, and lines fit a window. `make docs` checks the site made of it.
+links lead somewhere, and pages are short. `make docs` checks the site made of it.
 """
 
 from __future__ import annotations
@@ -101,6 +101,13 @@ def test_a_loop_trains_after_the_change_that_a_page_shows(page: Path, tmp_path: 
 def test_the_quickstart_shows_lines_of_an_example_after_its_first_script() -> None:
     page = ROOT / "docs" / "quickstart.md"
     assert len(BLOCK.findall(page.read_text())) > 5 and len(blocks(page)) == 1
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_a_page_that_is_read_from_top_to_bottom_is_short(page: Path) -> None:
+    is_looked_up = page.name in ("compatibility.md", "design.md")
+    if not is_looked_up and page.parent.name not in ("reference", "lab"):
+        assert len(page.read_text().split()) <= 1500, "which part is a page of its own?"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
