@@ -12,7 +12,7 @@ class FastcommError(RuntimeError):
 
 class InitError(FastcommError):
     """The ranks could not be connected: there is no launcher, a rank is missing or appears twice,
-    or ranks of one backend are on different hosts.
+    or the backend is "shm" and the ranks are on several hosts.
     """
 
 
