@@ -5,6 +5,7 @@ links lead somewhere, and pages are short. `make docs` checks the site made of i
 from __future__ import annotations
 
 import importlib
+import json
 import re
 import textwrap
 from pathlib import Path
@@ -127,6 +128,15 @@ def test_every_public_name_is_in_the_reference() -> None:
     pages = (page.read_text() for page in (ROOT / "docs/reference").glob("*.md"))
     found = re.findall(r"^<!-- fastcomm\.(\w+) -->$", "\n".join(pages), re.MULTILINE)
     assert sorted(found) == sorted(fastcomm.__all__)
+
+
+def test_the_promise_of_the_readme_is_what_was_measured() -> None:
+    models = json.loads(pictures.RESULTS.read_text())["models"].values()
+    times = [{way: of[1] for way, of in each["quartiles_ms"].items()} for each in models]
+    saved = [1 - each["fastcomm"] / each["ddp"] for each in times]
+    promise = f"{min(saved):.0%} to {max(saved):.0%} less time"
+    for page in ("README.md", "docs/comparison.md"):
+        assert promise in (ROOT / page).read_text(), promise
 
 
 def test_what_programs_have_written_is_current() -> None:
