@@ -210,6 +210,8 @@ cdef class Link:
                 freeing.append((<Lane>lane).close(timeout, self.pool, aborts))
             except FastcommError as error:
                 errors.append(error)
+        if errors:  # a lane was aborted: those that close later have to abort it, too
+            leave_abort(self.bootstrap, self.processes[self.rank])
         errors += errors_of([call for call in freeing if call is not None], min(timeout, FREE_S))
         self.launches.forget_tensors()
         if errors:
