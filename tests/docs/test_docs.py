@@ -99,9 +99,16 @@ def test_a_loop_trains_after_the_change_that_a_page_shows(page: Path, tmp_path: 
     printed_by(script, folder=tmp_path)
 
 
-def test_the_quickstart_shows_lines_of_an_example_after_its_first_script() -> None:
+def test_the_quickstart_shows_what_its_script_prints_and_then_lines_of_an_example(
+    tmp_path: Path,
+) -> None:
     page = ROOT / "docs" / "quickstart.md"
-    assert len(BLOCK.findall(page.read_text())) > 5 and len(blocks(page)) == 1
+    assert len(BLOCK.findall(page.read_text())) > 5
+    (code,) = blocks(page)
+    script = tmp_path / "train.py"
+    script.write_text(code)
+    shown = re.findall(r"^\[rank 0\] (.*)$", page.read_text(), re.MULTILINE)
+    assert printed_by(script).splitlines() == shown
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
