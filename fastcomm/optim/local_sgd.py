@@ -258,7 +258,7 @@ class LocalSGD(ProcessBound):
 
     def average_buffers(self) -> None:
         """Averages the model's floating-point buffers (batch-norm statistics) over all ranks, and
-        copies rank 0's others: before an evaluation, say. finish() does it, too; a sync does
+        copies rank 0's other buffers. Call it before an evaluation; finish() calls it, a sync does
         not. Collective.
         """
         buffers = validation.named_buffers(self._core.model())
@@ -276,16 +276,16 @@ class LocalSGD(ProcessBound):
     # -- checkpoints -------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """The counters, equal on all ranks. Training goes on as if nothing had happened with this,
-        every rank's optimizers and every rank's model, or one rank's model if all ranks have just
+        """Returns the counters, equal on all ranks. To resume exactly, also save every rank's
+        optimizers, and every rank's model; one rank's model is enough if all ranks have just
         synced.
         """
         return {"n_steps": self.n_steps, "n_syncs": self.n_syncs, "synced_at": self._synced_at}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes what state_dict() has given. Collective: every rank loads the same. Raises
-        ValueError if it was saved of another model, and FastcommError on the other ranks;
-        MismatchError, on all, naming what differs. Nothing is loaded then.
+        """Loads what state_dict() returned. Collective: every rank loads the same. Raises
+        ValueError if it belongs to another model, and FastcommError on the other ranks; raises
+        MismatchError, on all ranks, naming the difference. Nothing is loaded then.
         """
         self._refuse_ended()
         call = f"load_state_dict() of {type(self).__name__}"

@@ -429,9 +429,9 @@ class ShardedOptimizer(Optimizer):
         optimizer; every rank passes the same one. Or loads what state_dict() returned on this rank
         of as many ranks, such as after torch.distributed.checkpoint loaded into it. Collective.
 
-        Raises TypeError for what is no state, and ValueError for other groups than these, for
-        another rank's part, and naming a parameter whose state has another shape; FastcommError on
-        the other ranks; MismatchError, on all, naming what differs between them. Nothing is loaded
+        Raises TypeError for anything but a state; ValueError for other groups than these, for
+        another rank's part, and for a state of another shape, naming the parameter; FastcommError
+        on the other ranks; MismatchError, on all ranks, naming the difference. Nothing is loaded
         then.
         """
         self._compare_places(_LOADING.name)
