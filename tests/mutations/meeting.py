@@ -36,6 +36,14 @@ MUTATIONS = (
         tests=WATCHDOG_TESTS,
     ),
     Mutation(
+        name="meeting: of a run that is started again, all ranks but the first are not looked for",
+        file="fastcomm/launching/bootstrap.py",
+        within="MeetingPoint.is_left_to",
+        old="return not self.waiting(others, patience=timedelta())",
+        new="return True",
+        tests=("tests/launching/test_rebuild.py",),
+    ),
+    Mutation(
         name="script end: a thread stays in Gloo",
         file="fastcomm/transports/group/work_queue.py",
         within="WorkQueue.tell_of_end",

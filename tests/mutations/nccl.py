@@ -66,6 +66,14 @@ MUTATIONS = (
         tests=("tests/transports/nccl/test_ending.py",),
     ),
     Mutation(
+        name="nccl: a close destroys what another rank has aborted",
+        file="fastcomm/comm/watchdog.py",
+        within="Watchdog.misses_a_rank",
+        old="return has_failed or not set(self._dead()) <= set(self.closed(comm))",
+        new="return False",
+        tests=("tests/transports/nccl/test_ending.py",),
+    ),
+    Mutation(
         name="nccl: memory of an aborted communicator stays registered",
         file=MEMORY,
         within="Pool.forget",
