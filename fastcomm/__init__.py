@@ -27,6 +27,7 @@ from fastcomm.launching.runner import launch
 from fastcomm.optim.local_sgd import DiLoCo, LocalSGD
 from fastcomm.optim.sharded import ShardedOptimizer
 from fastcomm.reducer.features.elastic import catch_up
+from fastcomm.reducer.features.virtual_loader import VirtualLoader
 from fastcomm.reducer.reducer import Reducer
 from fastcomm.torch_backend import process_group as process_group  # registers the backend
 from fastcomm.torch_backend.ddp_hook import HookState, all_reduce_hook
@@ -47,6 +48,7 @@ __all__ = [
     "Reducer",
     "ShardedOptimizer",
     "TimeoutError",
+    "VirtualLoader",
     "Work",
     "all_reduce_hook",
     "catch_up",

@@ -14,9 +14,9 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 CODE = (".py", ".pyx", ".pxd", ".pyi", ".c", ".h", ".cpp", ".cu", ".cuh", ".sh", ".md")
 BUDGETS = {
-    "fastcomm": 27375,
-    "kernels": 3481,
-    "tests": 47880,
+    "fastcomm": 27915,
+    "kernels": 3615,
+    "tests": 48250,
     "bench": 7000,
     "docs": 4740,
 }

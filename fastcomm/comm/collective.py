@@ -154,6 +154,11 @@ _USED_VALUES = {one.name: one.used_values for one in REDUCTIONS} | dict.fromkeys
 )
 
 
+def largest_half(n: int) -> int:
+    """Where the tree over n > 1 inputs of a reduction parts: the largest power of two below n."""
+    return 1 << (n - 1).bit_length() - 1
+
+
 def addends_of_mean(tensor: Tensor, n: int) -> Tensor:
     """Integers as int64 rows whose sums over n ranks are exact, for `mean_of_addends`.
 

@@ -143,6 +143,7 @@ class Transport(Communicator):
     has_streams: bool  # work is ordered by streams, on which buckets note their gradients
     cuda: Any  # where there are streams: the device, a fastcomm.transports.cuda.driver.Device
     crosses_network: bool  # ranks may be on several hosts, and the CPU moves the data
+    adds_by_tree: bool  # the sum over all ranks is that of kernels/shm/reduce.h
     is_threadsafe: bool  # any number of threads may call it and wait at once
 
     def begin_round(self, op: str, part: Part, reducer: int) -> Part:

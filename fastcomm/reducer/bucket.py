@@ -231,7 +231,7 @@ class Bucket(Counter):
         gradient = None if parameter is None else parameter.grad
         if gradient is None:
             self._untouched[i] = None
-            self.views[i].zero_()
+            self.views[i].fill_(-0.0)  # which changes no number, not even another -0.0
         else:
             is_flat = self.gradients.rounds_write_to(i, gradient)
             self._untouched[i] = gradient.clone() if is_flat else gradient

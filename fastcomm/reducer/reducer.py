@@ -34,6 +34,8 @@ from fastcomm.reducer.validation import model_of
 
 if TYPE_CHECKING:
     from fastcomm.reducer.features.progress import Stateful
+    from fastcomm.reducer.features.virtual import VirtualStep
+    from fastcomm.reducer.features.virtual_loader import VirtualLoader
 
 T = TypeVar("T")
 
@@ -241,7 +243,7 @@ class Reducer(ProcessBound):
         model = core.model()
         core.refuse_inside_backward("set_weight()")
         core.refuse_local_steps("set_weight()")
-        check(Feature.WEIGHTS, core.options.features())
+        check(Feature.WEIGHTS, core.features())
         weighting = core.find(Weighting) or core.install(Weighting())
         weighting.follow(model)
         weighting.set(weight, of, core.buckets, core.n_unsynced)
@@ -313,6 +315,37 @@ class Reducer(ProcessBound):
         from fastcomm.reducer.features.elastic import elastic
 
         return elastic(self.core, iter(batches), list(state))
+
+    def virtual(
+        self, loader: VirtualLoader, *, buffers: Literal["mean", "first"] = "mean"
+    ) -> Iterator[VirtualStep]:
+        """For a training whose steps have the same bits on any number of ranks. Goes through what
+        is left of the loader's epoch. Every rank goes through it.
+
+            for step in reducer.virtual(loader):
+                for batch in step:
+                    loss_of(model, batch).backward()
+                optimizer.step()
+
+        A step has loader.virtual_ranks microbatches, of which each rank gets its part. Each begins
+        with .grad None, the buffers of the step's beginning, and generators seeded by its step and
+        number. What is in .grad after it is added, by a tree that is the same on any number of
+        ranks; the sum is reduced and, with op "mean", divided after the step's last microbatch.
+
+        buffers: after a step they are the mean over its microbatches, or those of the first one.
+
+        The bits depend on the program, data, seed, number of virtual ranks, torch build, kind of
+        processor and number of threads. loader.state_dict() keeps them in a checkpoint. The logger
+        "fastcomm.virtual" tells of each step, at level DEBUG.
+
+        Raises ValueError for what does not go with it: docs/compatibility.md lists that;
+        FastcommError for more than 2 ranks over NCCL, with gradients of 16 bits, or on hosts that
+        have not 1, 2, 4, 8, ... ranks each, and for microbatches that were left in the step before;
+        MismatchError, on every rank, where ranks have different loaders, threads or kernels.
+        """
+        from fastcomm.reducer.features.virtual import Virtual
+
+        return Virtual(self.core, self.reduce, loader, buffers).steps()
 
     # -- steps that the ranks drop -----------------------------------------------------------------
 

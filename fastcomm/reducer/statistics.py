@@ -8,6 +8,7 @@ rank has its shards only, the ranks add up what they find: one collective of one
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import itemgetter
 
 import torch
 from torch import Tensor
@@ -127,15 +128,19 @@ def _norm_of(gradients: list[Tensor], device: torch.device) -> Tensor:
 
 
 def _gradients(buckets: Sequence[Bucket]) -> list[Tensor]:
-    """The gradients; of sparse ones their values. All ranks have them in the same layout, so that
-    they add in the same order: a 0 stands for one that is missing here, since another rank may have
-    zeros.
+    """The gradients, in the model's order; of sparse ones their values. All ranks have them in the
+    same layout, so that they add in the same order: a 0 stands for one that is missing here, since
+    another rank may have zeros.
     """
+    slots = [
+        (i, p, view)
+        for bucket in buckets
+        for i, p, view in zip(bucket.indices, bucket.parameters, bucket.views, strict=True)
+        if p is not None
+    ]
     return [
         torch.zeros((), dtype=view.dtype, device=view.device)
         if p.grad is None
         else values_of(laid_out_as(view, p.grad))
-        for bucket in buckets
-        for p, view in zip(bucket.parameters, bucket.views, strict=True)
-        if p is not None
+        for _, p, view in sorted(slots, key=itemgetter(0))
     ]

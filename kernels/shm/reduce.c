@@ -139,6 +139,72 @@ INLINE uint16_t carry_bfloat16(uint16_t result) {
         return IS_CARRIED(carries);                                                                \
     }
 
+/* As REDUCTION, of floats that are added by the tree. -0.0, which changes no number, stands for
+ * inputs that are not there. EACH: for each element of a block. */
+#define EACH(STATEMENT)                                                                            \
+    {                                                                                              \
+        INDEPENDENT_ITERATIONS                                                                     \
+        for (size_t i = 0; i < length; i++) {                                                      \
+            STATEMENT;                                                                             \
+        }                                                                                          \
+    }
+#define INPUT(ELEMENT, r) ((r) < n ? (const ELEMENT *)job->inputs[r] + start : none)
+#define FOUR(WIDEN) ((WIDEN(a[i]) + WIDEN(b[i])) + (WIDEN(c[i]) + WIDEN(d[i])))
+#define WRITE(ELEMENT, RESULT, CARRY)                                                              \
+    const ELEMENT result = RESULT;                                                                 \
+    x[i] = y[i] = result;                                                                          \
+    carries |= CARRY(result)
+#define SUM(NAME, ELEMENT, WIDE, WIDEN, SCALE, NARROW, CARRY, MINUS_ZERO)                          \
+    CLONES static bool NAME(const struct reduction *job) {                                         \
+        static const ELEMENT none[BLOCK] = {[0 ... BLOCK - 1] = MINUS_ZERO};                       \
+        const size_t numel = job->numel;                                                           \
+        const int n = job->n_inputs;                                                               \
+        __typeof__(CARRY((ELEMENT)0)) carries = 0;                                                 \
+        const WIDE count = (WIDE)n, reciprocal = (WIDE)1 / count;                                  \
+        (void)count, (void)reciprocal; /* only a mean looks at them */                             \
+        if (n == 2) {                                                                              \
+            const size_t length = numel;                                                           \
+            const ELEMENT *const a = job->inputs[0], *const b = job->inputs[1];                    \
+            ELEMENT *const x = job->outputs[0], *const y = job->outputs[job->n_outputs > 1];       \
+            EACH(WRITE(ELEMENT, NARROW(SCALE(WIDEN(a[i]) + WIDEN(b[i]))), CARRY))                  \
+            for (int j = 2; j < job->n_outputs; j++)                                               \
+                memcpy(job->outputs[j], x, numel * sizeof(ELEMENT));                               \
+            return IS_CARRIED(carries);                                                            \
+        }                                                                                          \
+        for (size_t start = 0; start < numel; start += BLOCK) {                                    \
+            const size_t length = numel - start < BLOCK ? numel - start : BLOCK;                   \
+            ELEMENT *const x = (ELEMENT *)job->outputs[0] + start,                                 \
+                           *const y = (ELEMENT *)job->outputs[job->n_outputs > 1] + start;         \
+            WIDE wide[LEVELS][BLOCK];                                                              \
+            int top = -1;                                                                          \
+            for (int r = 0; r < n; r += 4) {                                                       \
+                const ELEMENT *const a = (const ELEMENT *)job->inputs[r] + start,                  \
+                                     *const b = INPUT(ELEMENT, r + 1),                             \
+                                     *const c = INPUT(ELEMENT, r + 2),                             \
+                                     *const d = INPUT(ELEMENT, r + 3);                             \
+                const bool is_last = r + 4 >= n;                                                   \
+                ONE_BY_ONE;                                                                        \
+                if (is_last && top < 0)                                                            \
+                    EACH(WRITE(ELEMENT, NARROW(SCALE(FOUR(WIDEN))), CARRY))                        \
+                else if (is_last && top == 0)                                                      \
+                    EACH(WRITE(ELEMENT, NARROW(SCALE(wide[0][i] + FOUR(WIDEN))), CARRY))           \
+                else {                                                                             \
+                    WIDE *const sum = wide[++top];                                                 \
+                    EACH(sum[i] = FOUR(WIDEN))                                                     \
+                    for (int m = merges_after(r, n, top); m > 0; m--, top--) {                     \
+                        ONE_BY_ONE;                                                                \
+                        EACH(wide[top - 1][i] = wide[top - 1][i] + wide[top][i])                   \
+                    }                                                                              \
+                    if (is_last)                                                                   \
+                        EACH(WRITE(ELEMENT, NARROW(SCALE(wide[0][i] + wide[1][i])), CARRY))        \
+                }                                                                                  \
+            }                                                                                      \
+            for (int j = 2; j < job->n_outputs; j++)                                               \
+                memcpy((ELEMENT *)job->outputs[j] + start, x, length * sizeof(ELEMENT));           \
+        }                                                                                          \
+        return IS_CARRIED(carries);                                                                \
+    }
+
 /* As REDUCTION, for one input and more, each times its factor. */
 #define WEIGHTED_REDUCTION(NAME, ELEMENT, WIDE, WIDEN, NARROW, CARRY)                              \
     CLONES static bool NAME(const struct reduction *job) {                                         \
@@ -199,11 +265,11 @@ INLINE uint16_t carry_bfloat16(uint16_t result) {
 
 /* A mean over a power of two ranks multiplies by the reciprocal, which is exact then and faster
  * than a division. */
-#define FLOAT_REDUCTIONS(DTYPE, ELEMENT, WIDE, WIDEN, NARROW)                                      \
-    REDUCTION(DTYPE##_sum, ELEMENT, WIDE, WIDEN, ADD, SAME, NARROW, carry_##DTYPE)                 \
-    REDUCTION(DTYPE##_mean_of_2k, ELEMENT, WIDE, WIDEN, ADD, TIMES_RECIPROCAL, NARROW,             \
-              carry_##DTYPE)                                                                       \
-    REDUCTION(DTYPE##_mean, ELEMENT, WIDE, WIDEN, ADD, OVER_COUNT, NARROW, carry_##DTYPE)          \
+#define FLOAT_REDUCTIONS(DTYPE, ELEMENT, WIDE, WIDEN, NARROW, MINUS_ZERO)                          \
+    SUM(DTYPE##_sum, ELEMENT, WIDE, WIDEN, SAME, NARROW, carry_##DTYPE, MINUS_ZERO)                \
+    SUM(DTYPE##_mean_of_2k, ELEMENT, WIDE, WIDEN, TIMES_RECIPROCAL, NARROW, carry_##DTYPE,         \
+        MINUS_ZERO)                                                                                \
+    SUM(DTYPE##_mean, ELEMENT, WIDE, WIDEN, OVER_COUNT, NARROW, carry_##DTYPE, MINUS_ZERO)         \
     REDUCTION(DTYPE##_min, ELEMENT, WIDE, WIDEN, LEAST_OR_NAN, SAME, NARROW, carry_##DTYPE)        \
     REDUCTION(DTYPE##_max, ELEMENT, WIDE, WIDEN, GREATEST_OR_NAN, SAME, NARROW, carry_##DTYPE)     \
     REDUCTION(DTYPE##_prod, ELEMENT, WIDE, WIDEN, MULTIPLY, SAME, NARROW, carry_##DTYPE)           \
@@ -218,10 +284,10 @@ INLINE uint16_t carry_bfloat16(uint16_t result) {
     REDUCTION(DTYPE##_max, ELEMENT, ELEMENT, SAME, GREATEST, SAME, SAME, NO_CARRY)                 \
     REDUCTION(DTYPE##_prod, UNSIGNED, UNSIGNED, SAME, MULTIPLY, SAME, (UNSIGNED), NO_CARRY)
 
-FLOAT_REDUCTIONS(float32, float, float, SAME, SAME)
-FLOAT_REDUCTIONS(float64, double, double, SAME, SAME)
-FLOAT_REDUCTIONS(float16, uint16_t, float, widen_float16, narrow_float16)
-FLOAT_REDUCTIONS(bfloat16, uint16_t, float, widen_bfloat16, narrow_bfloat16)
+FLOAT_REDUCTIONS(float32, float, float, SAME, SAME, -0.0f)
+FLOAT_REDUCTIONS(float64, double, double, SAME, SAME, -0.0)
+FLOAT_REDUCTIONS(float16, uint16_t, float, widen_float16, narrow_float16, 0x8000)
+FLOAT_REDUCTIONS(bfloat16, uint16_t, float, widen_bfloat16, narrow_bfloat16, 0x8000)
 INTEGER_REDUCTIONS(int32, int32_t, uint32_t, int64_t)
 INTEGER_REDUCTIONS(int64, int64_t, uint64_t, __int128)
 INTEGER_REDUCTIONS(uint8, uint8_t, uint8_t, int64_t)

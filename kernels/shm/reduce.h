@@ -39,9 +39,10 @@ enum { SHM_MAX_INPUTS = 64 }; /* of one reduction */
 size_t shm_dtype_size(enum shm_dtype dtype);
 
 /* outputs[j][i] = reduce over r of inputs[r][i], for i < numel and every j. An output may be one of
- * the inputs (same address), or overlap none of them. float16 and bfloat16 accumulate in float32
- * and are rounded once; integer sums and products wrap around; an integer mean is the exact one
- * truncated towards zero; min and max propagate NaN.
+ * the inputs (same address), or overlap none of them. Sums of floats are added by a binary tree:
+ * the first power of two of the inputs apart from the others, and so on in both parts. float16 and
+ * bfloat16 accumulate in float32 and are rounded once; integer sums and products wrap around; an
+ * integer mean is the exact one truncated towards zero; min and max propagate NaN.
  *
  * Returns false if no element of the result is infinite or NaN. Of one input it always returns
  * true: nobody looks at it. */

@@ -87,25 +87,18 @@ INLINE_AVX2 bool is_carried(__m128i carries) {
     return (_mm_movemask_epi8(carries) & 0xaaaa) != 0; /* the upper bytes */
 }
 
-#define UNSCALED(total) (total)
-#define BY_RECIPROCAL(total) _mm256_mul_ps(total, reciprocal)
-#define BY_COUNT(total) _mm256_div_ps(total, count)
-
 /* numel is a multiple of LANES. As the kernels of reduce.c: a block is accumulated input by input,
  * and the last input is added while the result is written. */
-#define AVX2_REDUCTION(NAME, WIDEN, COMBINE, SCALE, NARROW, CARRY)                                 \
+#define AVX2_REDUCTION(NAME, WIDEN, COMBINE, NARROW, CARRY)                                        \
     AVX2 static bool NAME(const struct reduction *job) {                                           \
         const int last = job->n_inputs - 1;                                                        \
         __m128i carries = _mm_setzero_si128();                                                     \
         const size_t numel = job->numel;                                                           \
-        const __m256 count = _mm256_set1_ps((float)job->n_inputs),                                 \
-                     reciprocal = _mm256_div_ps(_mm256_set1_ps(1), count);                         \
-        (void)reciprocal; /* only a mean looks at it */                                            \
         const void *const a = job->inputs[0], *const b = job->inputs[last];                        \
         void *const x = job->outputs[0], *const y = job->outputs[job->n_outputs > 1];              \
         for (size_t i = 0; last == 1 && i < numel; i += LANES) {                                   \
             const __m256 total = COMBINE(WIDEN(load(a, i)), WIDEN(load(b, i)));                    \
-            const __m128i result = NARROW(SCALE(total));                                           \
+            const __m128i result = NARROW(total);                                                  \
             store(x, i, result);                                                                   \
             store(y, i, result);                                                                   \
             carries = _mm_or_si128(carries, CARRY(result));                                        \
@@ -122,7 +115,7 @@ INLINE_AVX2 bool is_carried(__m128i carries) {
             }                                                                                      \
             at = wide;                                                                             \
             for (size_t i = begin; i < end; i += LANES) {                                          \
-                const __m128i result = NARROW(SCALE(COMBINE(*at++, WIDEN(load(b, i)))));           \
+                const __m128i result = NARROW(COMBINE(*at++, WIDEN(load(b, i))));                  \
                 store(x, i, result);                                                               \
                 store(y, i, result);                                                               \
                 carries = _mm_or_si128(carries, CARRY(result));                                    \
@@ -136,7 +129,68 @@ INLINE_AVX2 bool is_carried(__m128i carries) {
         return is_carried(carries);                                                                \
     }
 
-/* As above, for one input and more, each times its factor. */
+#define UNSCALED(total) (total)
+#define BY_RECIPROCAL(total) _mm256_mul_ps(total, reciprocal)
+#define BY_COUNT(total) _mm256_div_ps(total, count)
+
+/* As SUM in reduce.c, of vectors. */
+#define EACH_VECTOR(STATEMENT)                                                                     \
+    for (size_t i = 0; i < length; i += LANES) {                                                   \
+        STATEMENT;                                                                                 \
+    }
+#define INPUT_AT(r) ((r) < n ? (const uint16_t *)job->inputs[r] + start : none)
+#define ADDED(WIDEN, a, b) _mm256_add_ps(WIDEN(load(a, i)), WIDEN(load(b, i)))
+#define FOUR_VECTORS(WIDEN) _mm256_add_ps(ADDED(WIDEN, a, b), ADDED(WIDEN, c, d))
+#define WRITE_VECTOR(RESULT, CARRY)                                                                \
+    const __m128i result = RESULT;                                                                 \
+    store(x, i, result);                                                                           \
+    store(y, i, result);                                                                           \
+    carries = _mm_or_si128(carries, CARRY(result))
+#define AVX2_SUM(NAME, WIDEN, SCALE, NARROW, CARRY)                                                \
+    AVX2 static bool NAME(const struct reduction *job) {                                           \
+        static const uint16_t none[AT_A_TIME] = {[0 ... AT_A_TIME - 1] = 0x8000};                  \
+        const int n = job->n_inputs;                                                               \
+        __m128i carries = _mm_setzero_si128();                                                     \
+        const size_t numel = job->numel, block = n == 2 ? numel : AT_A_TIME;                       \
+        const __m256 count = _mm256_set1_ps((float)n),                                             \
+                     reciprocal = _mm256_div_ps(_mm256_set1_ps(1), count);                         \
+        (void)reciprocal; /* only a mean looks at it */                                            \
+        for (size_t start = 0; start < numel; start += block) {                                    \
+            const size_t length = numel - start < block ? numel - start : block;                   \
+            uint16_t *const x = (uint16_t *)job->outputs[0] + start,                               \
+                            *const y = (uint16_t *)job->outputs[job->n_outputs > 1] + start;       \
+            __m256 wide[LEVELS][AT_A_TIME / LANES];                                                \
+            int top = -1;                                                                          \
+            for (int r = 0; r < n; r += 4) {                                                       \
+                const uint16_t *const a = INPUT_AT(r), *const b = INPUT_AT(r + 1),                 \
+                                      *const c = INPUT_AT(r + 2), *const d = INPUT_AT(r + 3);      \
+                const bool is_last = r + 4 >= n;                                                   \
+                if (n == 2)                                                                        \
+                    EACH_VECTOR(WRITE_VECTOR(NARROW(SCALE(ADDED(WIDEN, a, b))), CARRY))            \
+                else if (is_last && top < 0)                                                       \
+                    EACH_VECTOR(WRITE_VECTOR(NARROW(SCALE(FOUR_VECTORS(WIDEN))), CARRY))           \
+                else if (is_last && top == 0)                                                      \
+                    EACH_VECTOR(const __m256 sum = add(wide[0][i / LANES], FOUR_VECTORS(WIDEN));   \
+                                WRITE_VECTOR(NARROW(SCALE(sum)), CARRY))                           \
+                else {                                                                             \
+                    top++;                                                                         \
+                    EACH_VECTOR(wide[top][i / LANES] = FOUR_VECTORS(WIDEN))                        \
+                    for (int m = merges_after(r, n, top); m > 0; m--, top--)                       \
+                        EACH_VECTOR(__m256 *const sum = &wide[top - 1][i / LANES];                 \
+                                    *sum = add(*sum, wide[top][i / LANES]))                        \
+                    if (is_last)                                                                   \
+                        EACH_VECTOR(const __m256 sum =                                             \
+                                        add(wide[0][i / LANES], wide[1][i / LANES]);               \
+                                    WRITE_VECTOR(NARROW(SCALE(sum)), CARRY))                       \
+                }                                                                                  \
+            }                                                                                      \
+            for (int j = 2; j < job->n_outputs; j++)                                               \
+                memcpy((uint16_t *)job->outputs[j] + start, x, length * sizeof(uint16_t));         \
+        }                                                                                          \
+        return is_carried(carries);                                                                \
+    }
+
+/* As AVX2_REDUCTION, for one input and more, each times its factor. */
 #define AVX2_WEIGHTED(NAME, WIDEN, NARROW, CARRY)                                                  \
     AVX2 static bool NAME(const struct reduction *job) {                                           \
         const int last = job->n_inputs - 1;                                                        \
@@ -176,13 +230,12 @@ INLINE_AVX2 bool is_carried(__m128i carries) {
     }
 
 #define AVX2_REDUCTIONS(KIND)                                                                      \
-    AVX2_REDUCTION(KIND##_sum, widen_##KIND, add, UNSCALED, narrow_##KIND, carry_##KIND)           \
-    AVX2_REDUCTION(KIND##_mean_of_2k, widen_##KIND, add, BY_RECIPROCAL, narrow_##KIND,             \
-                   carry_##KIND)                                                                   \
-    AVX2_REDUCTION(KIND##_mean, widen_##KIND, add, BY_COUNT, narrow_##KIND, carry_##KIND)          \
-    AVX2_REDUCTION(KIND##_min, widen_##KIND, least, UNSCALED, narrow_##KIND, carry_##KIND)         \
-    AVX2_REDUCTION(KIND##_max, widen_##KIND, greatest, UNSCALED, narrow_##KIND, carry_##KIND)      \
-    AVX2_REDUCTION(KIND##_prod, widen_##KIND, multiply, UNSCALED, narrow_##KIND, carry_##KIND)     \
+    AVX2_SUM(KIND##_sum, widen_##KIND, UNSCALED, narrow_##KIND, carry_##KIND)                      \
+    AVX2_SUM(KIND##_mean_of_2k, widen_##KIND, BY_RECIPROCAL, narrow_##KIND, carry_##KIND)          \
+    AVX2_SUM(KIND##_mean, widen_##KIND, BY_COUNT, narrow_##KIND, carry_##KIND)                     \
+    AVX2_REDUCTION(KIND##_min, widen_##KIND, least, narrow_##KIND, carry_##KIND)                   \
+    AVX2_REDUCTION(KIND##_max, widen_##KIND, greatest, narrow_##KIND, carry_##KIND)                \
+    AVX2_REDUCTION(KIND##_prod, widen_##KIND, multiply, narrow_##KIND, carry_##KIND)               \
     AVX2_WEIGHTED(KIND##_weighted, widen_##KIND, narrow_##KIND, carry_##KIND)
 
 AVX2_REDUCTIONS(halves)

@@ -17,10 +17,6 @@ __all__ = ["DTYPES", "FLOATS", "HALVES", "INTEGERS", "OPS"]
 DTYPES = CPU_DTYPES
 INTEGERS = tuple(dtype for dtype in DTYPES if dtype not in FLOATS)
 
-# Transports that add rank after rank. NCCL adds in another order, "hierarchical" in each host
-# first.
-IN_RANK_ORDER = ("shm", "group")
-
 # Where the ranks' tensors lie: all in comm.empty memory, all elsewhere, or rank 0's alone in
 # comm.empty memory.
 PLACES = ("comm.empty", "ordinary", "mixed")
@@ -50,16 +46,23 @@ def _random_values(dtype: torch.dtype, numel: int) -> Tensor:
 
 
 def reduced(shards: list[Tensor], op: str) -> Tensor:
-    """The reduction of the shards, rank after rank: 16-bit floats in float32 and rounded once,
-    integers wrapping around.
+    """The reduction of the shards, sums by the tree and others shard after shard: 16-bit floats in
+    float32 and rounded once, integers wrapping around.
     """
     dtype, n = shards[0].dtype, len(shards)
     if dtype in HALVES:
         return reduced([shard.float() for shard in shards], op).to(dtype)
     if op == "mean":
         return reduced(shards, "sum") / n if dtype.is_floating_point else integer_mean(shards)
-    step = {"sum": torch.add, "prod": torch.mul, "min": torch.minimum, "max": torch.maximum}[op]
-    return functools.reduce(step, shards).clone()
+    if op != "sum":
+        step = {"prod": torch.mul, "min": torch.minimum, "max": torch.maximum}[op]
+        return functools.reduce(step, shards).clone()
+    sums, half = [shard.clone() for shard in shards], 1
+    while half < n:
+        for i in range(0, n - half, 2 * half):
+            sums[i] += sums[i + half]
+        half *= 2
+    return sums[0]
 
 
 def integer_mean(shards: list[Tensor]) -> Tensor:
@@ -85,10 +88,10 @@ def assert_same_bits(tensor: Tensor, expected: Tensor) -> None:
 
 
 def assert_reduced(comm: Communicator, tensor: Tensor, shards: list[Tensor], op: str) -> None:
-    """To the last bit where the transport adds rank after rank, else to the roundings of any other
+    """To the last bit where the transport adds by the tree, else to the roundings of any other
     order.
     """
-    if comm.backend in IN_RANK_ORDER:
+    if comm.adds_by_tree:
         assert_same_bits(tensor.cpu(), reduced(shards, op))
     else:
         assert_rounded(tensor.cpu(), shards, op, roundings=comm.world_size + 1)

@@ -26,6 +26,7 @@ class Feature(enum.Enum):
     JOIN = "join()"
     WEIGHTS = "set_weight()"
     REBUILD = "rebuild(), elastic()"
+    VIRTUAL = "virtual()"
 
 
 # The features that are there, and of each a word for messages: the op, a parameter, a class.
@@ -108,6 +109,24 @@ REFUSALS: tuple[tuple[Feature, tuple[Feature, ...], str], ...] = (
         Feature.JOIN,
         (Feature.REBUILD,),
         "join() ends with the ranks with which it began: let reducer.elastic() take its place",
+    ),
+    (
+        Feature.VIRTUAL,
+        (
+            Feature.VIRTUAL,
+            Feature.NOT_LINEAR,
+            Feature.ROUNDING,
+            Feature.ERROR_FEEDBACK,
+            Feature.AUTO,
+            Feature.SPARSE,
+            Feature.SHARDED,
+            Feature.LOCAL_STEPS,
+            Feature.JOIN,
+            Feature.WEIGHTS,
+            Feature.REBUILD,
+        ),
+        "the steps of virtual() have the same bits on any number of ranks, and all microbatches "
+        "count alike: leave it out",
     ),
 )
 

@@ -64,7 +64,7 @@ class GroupCommunicator(Collectives, Transport):
         told = bootstrap.exchange(own_process(), PROCESS)
         self.processes = processes_of(*zip(*told, strict=True))
         exchange.connect(bootstrap.store("gloo"), bootstrap.timeout, bootstrap.look)
-        self._exchange = exchange
+        self._exchange, self.adds_by_tree = exchange, exchange.layout.follows_tree
         self._queue = WorkQueue(
             self.backend, rank, self.processes, exchange, bootstrap, timeout, neighbours
         )

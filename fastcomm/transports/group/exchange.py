@@ -1,11 +1,11 @@
 """Exchange: moves and reduces tensors between ranks over Gloo. All ranks call the same method, each
 on the thread of its WorkQueue.
 
-Only bytes travel. The arithmetic is done here, in rank order, so that the results have the same
-bits on all ranks, and 16-bit floats are added in float32 and rounded once. The ranks announce each
-collective to each other over another group than that of the data, so that no announcement waits for
-data. Over "hierarchical" an all-reduce begins and ends in the shared memory of each host; all else
-goes between any two ranks, as over "group".
+Only bytes travel. The arithmetic is done here, by the tree over the ranks, so that the results have
+the same bits on all ranks, and 16-bit floats are added in float32 and rounded once. The ranks
+announce each collective to each other over another group than that of the data, so that no
+announcement waits for data. Over "hierarchical" an all-reduce begins and ends in the shared memory
+of each host; all else goes between any two ranks, as over "group".
 """
 
 from __future__ import annotations

@@ -19,13 +19,16 @@ class Layout:
 
     place: which of the n_hosts is this rank's; neighbours: the ranks there.
     n_units: a chunk has so many equal units, so that all parts and segments are made of whole ones.
+    follows_tree: the ranks of each host are below one node of the tree over all ranks.
     peers: with whom this rank exchanges what: segment, host and rank. Ranks begin with different
         hosts, so that not all send to one.
     """
 
     def __init__(self, hosts: Sequence[Sequence[int]], rank: int) -> None:
         """hosts: the ranks of each, ascending."""
-        self.n_hosts = len(hosts)
+        self.n_hosts, n_ranks = len(hosts), len(hosts[0])
+        in_order = [list(range(i * n_ranks, (i + 1) * n_ranks)) for i in range(len(hosts))]
+        self.follows_tree = n_ranks & (n_ranks - 1) == 0 and list(map(list, hosts)) == in_order
         self.place = next(i for i, ranks in enumerate(hosts) if rank in ranks)
         self.neighbours = hosts[self.place]
         self.n_units = n = math.lcm(*map(len, hosts))

@@ -569,7 +569,7 @@ def _gaps_of(numel, views, offsets):
 
 
 def _reduce_into(own, rows, op, factors):
-    """Reduces the rows, of which `own` is one, into it: in one pass, in rank order. 16-bit floats
+    """Reduces the rows, of which `own` is one, into it: in one pass, by the tree. 16-bit floats
     are added in float32 and rounded once. factors: of the rows, whose products are added then,
     whatever the op.
     """

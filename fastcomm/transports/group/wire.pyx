@@ -72,9 +72,9 @@ class Wire:
         self._codec.decode(coded, values)
 
     def reduce(self, coded, rows, own, op, factors=None):
-        """Reduces rows, one after the other: what `coded` stands for, but for row `own`, which has
-        not travelled. The result may lie in `rows`, whose contents are lost. factors: see
-        call.reduce_rows.
+        """Reduces rows: what `coded` stands for, but for row `own`, which has not travelled. Blocks
+        are added one after the other. The result may lie in `rows`, whose contents are lost.
+        factors: see call.reduce_rows.
         """
         others = [i for i in range(len(rows)) if i != own]
         if isinstance(self._codec, Halves) or op not in ("sum", "mean") or factors is not None:

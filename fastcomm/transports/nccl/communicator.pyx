@@ -138,7 +138,7 @@ cdef class NcclCommunicator(Collectives, Transport):
     backend = "nccl"
     has_streams = progresses_itself = True
     is_threadsafe = feeds_back_errors = False
-    crosses_network = False
+    crosses_network = adds_by_tree = False
     wire_dtypes = (*WIRE_DTYPES, *FP8, torch.int8)
     begin_round, follow, refuse_vote = rounds.begin_round, rounds.follow, rounds.refuse_vote
 

@@ -40,6 +40,7 @@ cdef class ShmCommunicator(Collectives, Transport):
     backend = "shm"
     has_streams = feeds_back_errors = crosses_network = False
     progresses_itself = is_threadsafe = False
+    adds_by_tree = True
     wire_dtypes = WIRE_DTYPES
 
     def __cinit__(self, int rank, int world_size, int local_rank, object bootstrap, object timeout):

@@ -4,7 +4,7 @@
  *     driver processes|threads full|quick
  *
  * Ranks are forked processes or threads over the same kind of segments. Every result is compared,
- * bit by bit, with what a plain loop in rank order gives; so it is the same on all ranks. `quick`
+ * bit by bit, with what plain loops give; so it is the same on all ranks. `quick`
  * takes fewer sizes. Prints one line per scenario; exits with 1 at the first failure. The scenarios
  * are in scenarios.c. */
 #define _GNU_SOURCE

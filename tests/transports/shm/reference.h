@@ -1,6 +1,6 @@
-/* What the results of collectives should be: every rank's elements, and their reduction by a plain
- * loop in rank order. Written without regard for speed, and without a line in common with the
- * kernels it judges. */
+/* What the results of collectives should be: every rank's elements, and their reduction by a
+ * plain loop: sums by the tree over the ranks, others rank after rank. Written without regard for
+ * speed, and without a line in common with the kernels it judges. */
 #ifndef FASTCOMM_SHM_REFERENCE_H
 #define FASTCOMM_SHM_REFERENCE_H
 
@@ -93,11 +93,19 @@ static union element element_of(uint32_t dtype, uint32_t seed, int rank, uint64_
                         : (total) + (x))
 
 #define REDUCE(TYPE, VALUE_OF, MEMBER)                                                             \
-    TYPE total = VALUE_OF(element_of(dtype, seed, 0, index).MEMBER);                               \
-    for (int r = 1; r < world_size; r++) {                                                         \
-        TYPE x = VALUE_OF(element_of(dtype, seed, r, index).MEMBER);                               \
-        total = STEP(op, total, x);                                                                \
-    }
+    TYPE totals[SHM_MAX_INPUTS];                                                                   \
+    for (int r = 0; r < world_size; r++) {                                                         \
+        totals[r] = VALUE_OF(element_of(dtype, seed, r, index).MEMBER);                            \
+        if (r > 0 && (op) != SHM_SUM && (op) != SHM_MEAN) {                                        \
+            totals[0] = STEP(op, totals[0], totals[r]);                                            \
+        }                                                                                          \
+    }                                                                                              \
+    for (int half = 1; half < world_size && ((op) == SHM_SUM || (op) == SHM_MEAN); half *= 2) {    \
+        for (int r = 0; r + half < world_size; r += 2 * half) {                                    \
+            totals[r] += totals[r + half];                                                         \
+        }                                                                                          \
+    }                                                                                              \
+    const TYPE total = totals[0];
 
 static float reduced_half(uint32_t dtype, uint32_t op, uint32_t seed, int world_size,
                           uint64_t index) {

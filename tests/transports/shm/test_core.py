@@ -70,7 +70,7 @@ def check(shards, op):
     numel=st.one_of(st.integers(0, 200), st.integers(200, 5000)),
     seed=st.integers(0, 2**32),
 )
-def test_reduction_is_torchs_in_rank_order(dtype, op, n, numel, seed):
+def test_reduction_is_torchs_by_the_tree(dtype, op, n, numel, seed):
     check(shards_of(dtype, n, numel, seed), op)
 
 
