@@ -22,7 +22,7 @@ from lib import chart, machine, page
 from lib.page import Results
 
 STDOUT = Path("-")
-INSTALL = "pip install 'fastcomm[bench]'"
+INSTALL = "pip install -e '.[bench]'"
 # Options that count something.
 COUNTS = ("ranks", "steps", "rounds", "seeds", "every")
 # Of these the results tell how they were measured; the others say where they go.

@@ -33,9 +33,7 @@ def _needed(call: str, module: str) -> Any:
         importlib.import_module(package)
         return importlib.import_module(module)
     except ImportError as error:
-        raise ImportError(
-            f"Timeline.{call}() needs {package}: pip install 'fastcomm[insight]'"
-        ) from error
+        raise ImportError(f"Timeline.{call}() needs {package}: pip install {package}") from error
 
 
 # ---- a table: one row for each rank, medians over the steps --------------------------------------

@@ -39,7 +39,7 @@ def test_a_picture_says_what_it_needs_before_anything_is_measured(
     command = ("-m", "fastcomm", "bench", "step", option, tmp_path / file)
     done = python(*command, imports=NO_EXTRAS)
     assert (done.returncode, done.stdout) == (2, "")
-    assert f"{option} needs matplotlib: pip install 'fastcomm[bench]'" in done.stderr
+    assert f"{option} needs matplotlib: pip install -e '.[bench]'" in done.stderr
 
 
 def test_every_benchmark_starts() -> None:

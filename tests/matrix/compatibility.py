@@ -26,7 +26,7 @@ def filled(page: str) -> str:
 def _sections() -> Iterator[str]:
     for theme in THEMES:
         yield f"## {inspect.getdoc(theme)}\n"
-        yield "| | outcome |"
+        yield "| case | outcome |"
         yield "|---|---|"
         for row in ROWS.values():
             if row.theme == theme.__name__:

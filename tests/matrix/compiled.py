@@ -146,7 +146,7 @@ def compiled_autograd(case):
 
 
 @slow_error(
-    "compiled autograd with a compiler of one's own (`compiled_autograd._enable`)",
+    "compiled autograd with your compiler (`compiled_autograd._enable`)",
     **COMPILED_AUTOGRAD,
 )
 def compiled_autograd_enabled(case):

@@ -91,7 +91,7 @@ def replaced_after_backward(case):
         training.update()
 
 
-@reduced("gradients that lie in the user's own `comm.empty` memory")
+@reduced("gradients in the user's `comm.empty` memory")
 def in_memory_of_the_communicator(case):
     def run(model, rank, i):
         sizes = [p.numel() for p in model.parameters()]

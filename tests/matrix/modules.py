@@ -137,7 +137,7 @@ row("odd_shapes", "parameters without dimensions, without elements, with gaps in
 
 
 @trains(
-    "dropout (each rank by a seed of its own: `torch.manual_seed(1 + comm.rank)` after `attach()`)",
+    "dropout (a different seed on each rank: `torch.manual_seed(1 + comm.rank)` after `attach()`)",
     layers(lambda: nn.Linear(8, 8), lambda: nn.Dropout(0.5)),
 )
 def dropout(model, rank, i):

@@ -168,7 +168,7 @@ def through_another(case):
 
 
 @error(
-    "an exception in backward on one rank: the others hear of it",
+    "an exception in backward on one rank: the others learn of it",
     match=r"rank 1 .*abandon|abandon.* rank 1",
     instead="`zero_grad()` and go on with the next batch, on every rank",
 )
@@ -186,7 +186,7 @@ def exception_in_backward(case):
 
 
 @error(
-    "an exception in forward on one rank: the others hear of it by `comm.abandon()`",
+    "an exception in forward on one rank: the others learn of it by `comm.abandon()`",
     match=r"rank 1 .*abandon|abandon.* rank 1",
     instead="catch it, `comm.abandon()`, and go on with the next batch, on every rank",
 )
