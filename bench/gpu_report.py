@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import subprocess
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -42,7 +43,7 @@ def main() -> None:
     if options.steps is not None:
         summary = {"machine": this_machine(), "steps": list(read_steps(options.steps))}
         (options.folder / SUMMARY).write_text(json.dumps(summary, indent=1) + "\n")
-    print(page(options.folder))
+    print(page(options.folder), overheads(options.folder), sep="\n\n")
 
 
 def this_machine() -> dict[str, object]:
@@ -67,7 +68,7 @@ def read_steps(path: Path) -> Iterator[dict[str, object]]:
 
 
 def page(folder: Path) -> str:
-    """Markdown: the steps of the run, what each way adds to a training step, and the kernels."""
+    """Markdown for docs/lab/notebook.md: what ran, what each way adds to a step, the kernels."""
     if not (folder / SUMMARY).is_file():
         return NOT_YET
     summary = json.loads((folder / SUMMARY).read_text())
@@ -76,10 +77,17 @@ def page(folder: Path) -> str:
         f"Run on {on['gpu']}, driver {on['driver']}, NCCL {on['nccl']}, torch {on['torch']},",
         f"at commit {on['commit']} on {on['date'][:10]}, by `bash ci/gpu.sh`:\n",
         *_outcomes_of(summary["steps"]),
-        *_overheads_of(folder / "step-cuda.json"),
+        "\nWhat a step of one rank takes, and what each way adds, in ms:\n",
+        *_overheads_of(folder / "step-cuda.json", WAYS),
         *_bars_of(folder / "flatten.json"),
     ]
     return "\n".join(lines)
+
+
+def overheads(folder: Path) -> str:
+    """Markdown for docs/gpu.md: what fastcomm and DDP add to a training step."""
+    ways = {way: WAYS[way] for way in ("local", "fastcomm", "ddp", "ddp_views")}
+    return "\n".join(_overheads_of(folder / "step-cuda.json", ways))
 
 
 def _outcomes_of(steps: list[dict[str, Any]]) -> Iterator[str]:
@@ -90,16 +98,14 @@ def _outcomes_of(steps: list[dict[str, Any]]) -> Iterator[str]:
         yield f"- {outcome}: {', '.join(of)}"
 
 
-def _overheads_of(path: Path) -> Iterator[str]:
-    results = _read(path)
-    if not results:
+def _overheads_of(path: Path, ways: dict[str, str]) -> Iterator[str]:
+    found = _read(path)
+    if not found:
         return
-    on = results["machine"]
-    yield f"\nWhat a step of one rank takes, and what each way adds, in ms, on {on['date'][:10]}:"
-    yield f"\n| {on['gpu']} | {' | '.join(WAYS.values())} |\n|---|{len(WAYS) * '---|'}"
-    for model in results["models"].values():
+    yield f"| {found['machine']['gpu']} | {' | '.join(ways.values())} |\n|---|{len(ways) * '---|'}"
+    for model in found["models"].values():
         added = model["overhead_ms"] | {"local": model["quartiles_ms"]["local"][1]}
-        cells = (f"{added[way]:.2f}" if way in added else "" for way in WAYS)
+        cells = (f"{added[way]:.2f}" if way in added else "" for way in ways)
         yield f"| {model['model']} | {' | '.join(cells)} |"
 
 
@@ -107,8 +113,9 @@ def _bars_of(path: Path) -> Iterator[str]:
     bars = _read(path).get("bars")
     if bars:
         missed = [f"{bar['what']} ({bar['figure']})" for bar in bars if not bar["is_met"]]
-        n_met = f"{len(bars) - len(missed)} of {len(bars)}"
-        yield f"\nThe kernels met {n_met} bars; missed: {', '.join(missed) or 'none'}."
+        n_met = len(bars) - len(missed)
+        said = f"The kernels met {n_met} of {len(bars)} targets; missed: "
+        yield "\n" + textwrap.fill(f"{said}{', '.join(missed) or 'none'}.", 100)
 
 
 def _read(path: Path) -> dict[str, Any]:

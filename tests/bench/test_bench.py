@@ -396,7 +396,8 @@ def test_a_run_on_a_gpu_becomes_rows_of_the_documents(monkeypatch, tmp_path):
     assert "on a card, driver 580.1, NCCL 2.28.9" in page and "commit abc1234" in page
     assert "- passed: build\n- failed (1): tests\n- no time left: step\n" in page
     assert "| a net | 9.00 | 1.00 | 2.00 | 1.50 |  |  |  |" in page
-    assert "met 1 of 2 bars; missed: launch (3.1 us)" in page
+    assert gpu_report.overheads(tmp_path).endswith("| a net | 9.00 | 1.00 | 2.00 | 1.50 |")
+    assert "met 1 of 2 targets; missed: launch (3.1 us)" in page
 
 
 SMALL = "--layers", "1", "--width", "64"

@@ -124,11 +124,12 @@ def test_links_between_files_lead_somewhere(page: Path) -> None:
         assert (page.parent / target).exists(), f"{page.name} links to {target}"
 
 
-def test_the_page_on_gpus_says_what_has_run_on_one(monkeypatch) -> None:
+def test_pages_say_what_has_run_on_a_gpu(monkeypatch) -> None:
     monkeypatch.syspath_prepend(ROOT / "bench")
     gpu_report = importlib.import_module("gpu_report")
-    current = (ROOT / "docs" / "gpu.md").read_text()
-    assert gpu_report.page(ROOT / "bench" / "results") in current, gpu_report.__doc__
+    results = ROOT / "bench" / "results"
+    for text, page in ((gpu_report.page, "lab/notebook.md"), (gpu_report.overheads, "gpu.md")):
+        assert text(results) in (ROOT / "docs" / page).read_text(), gpu_report.__doc__
 
 
 def test_every_public_name_is_in_the_reference() -> None:
