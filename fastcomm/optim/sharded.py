@@ -49,8 +49,8 @@ _LOADING = validation.CollectiveCall("load_state_dict()", "states to load", "can
 
 
 class ShardedOptimizer(Optimizer):
-    """Steps the model of a reducer. Each rank steps its shard of every bucket, in 1/world_size of
-    the time and with 1/world_size of the optimizer's state.
+    """Steps the model of a reducer. Each rank steps 1/world_size of the elements and keeps that
+    share of the state.
 
         reducer = fastcomm.Reducer().attach(model)
         optimizer = fastcomm.ShardedOptimizer(reducer, torch.optim.AdamW, lr=1e-3)
