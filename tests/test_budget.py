@@ -14,11 +14,11 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 CODE = (".py", ".pyx", ".pxd", ".pyi", ".c", ".h", ".cpp", ".cu", ".cuh", ".sh", ".md")
 BUDGETS = {
-    "fastcomm": 27915,
+    "fastcomm": 27990,
     "kernels": 3615,
-    "tests": 48250,
+    "tests": 48325,
     "bench": 7000,
-    "docs": 4740,
+    "docs": 4770,
 }
 GENERATED = rb"(?s)<!-- fastcomm\..*?<!-- end -->"
 SLACK = 0.01  # so that not every commit has to change this file

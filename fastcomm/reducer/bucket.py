@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.nn import Parameter
 
+from fastcomm.comm.collective import as_pairs
 from fastcomm.comm.flat_buffers import inside
 from fastcomm.comm.transport import BoundBucket, BucketWork, Part, Transport
 from fastcomm.comm.words import OTHERS_GRADIENT, advice_on_bucket
@@ -231,7 +232,7 @@ class Bucket(Counter):
         gradient = None if parameter is None else parameter.grad
         if gradient is None:
             self._untouched[i] = None
-            self.views[i].fill_(-0.0)  # which changes no number, not even another -0.0
+            as_pairs(self.views[i]).fill_(-0.0)  # added, it changes no number, not even a -0.0
         else:
             is_flat = self.gradients.rounds_write_to(i, gradient)
             self._untouched[i] = gradient.clone() if is_flat else gradient

@@ -329,19 +329,23 @@ class Reducer(ProcessBound):
 
         A step has loader.virtual_ranks microbatches, of which each rank gets its part. Each begins
         with .grad None, the buffers of the step's beginning, and generators seeded by its step and
-        number. What is in .grad after it is added, by a tree that is the same on any number of
-        ranks; the sum is reduced and, with op "mean", divided after the step's last microbatch.
+        number. What is in .grad after it is the reducer's, and is added by a tree that is the same
+        on any number of ranks. After the step's last microbatch the sum is reduced and divided.
 
-        buffers: after a step they are the mean over its microbatches, or those of the first one.
+        buffers: after a step, those that a microbatch has changed are the mean over all, or those
+            of the first one.
 
         The bits depend on the program, data, seed, number of virtual ranks, torch build, kind of
         processor and number of threads. loader.state_dict() keeps them in a checkpoint. The logger
         "fastcomm.virtual" tells of each step, at level DEBUG.
 
+        If the loop over a step is left, by an exception or a break, the other ranks raise
+        AbandonedError; the step begins again with the next call of virtual().
+
         Raises ValueError for what does not go with it: docs/compatibility.md lists that;
         FastcommError for more than 2 ranks over NCCL, with gradients of 16 bits, or on hosts that
-        have not 1, 2, 4, 8, ... ranks each, and for microbatches that were left in the step before;
-        MismatchError, on every rank, where ranks have different loaders, threads or kernels.
+        have not 1, 2, 4, 8, ... ranks each, numbered host by host, and for backwards outside a
+        step; MismatchError, on every rank, where ranks have different loaders, threads or kernels.
         """
         from fastcomm.reducer.features.virtual import Virtual
 

@@ -22,7 +22,7 @@ import fastcomm.__main__ as command_line
 ROOT = Path(__file__).resolve().parent.parent.parent
 BENCH = ROOT / "bench"
 # of benchmarks; gpu-summary.json tells how a run of ci/gpu.sh went
-RESULTS = sorted(set(BENCH.glob("results/*.json")) - {BENCH / "results" / "gpu-summary.json"})
+RESULTS = sorted(set(BENCH.glob("results/*.json")) - set(BENCH.glob("results/gpu-*.json")))
 # One of each benchmark and figure.
 PICTURES = {re.match(r"paper-\w+|\w+", path.stem)[0]: path for path in RESULTS}
 BENCHMARKS = (

@@ -114,7 +114,7 @@ REFUSALS: tuple[tuple[Feature, tuple[Feature, ...], str], ...] = (
         Feature.VIRTUAL,
         (
             Feature.VIRTUAL,
-            Feature.NOT_LINEAR,
+            Feature.OTHER_OP,
             Feature.ROUNDING,
             Feature.ERROR_FEEDBACK,
             Feature.AUTO,

@@ -12,6 +12,7 @@ ranks reduce: to add the sums of two ranks is the last node.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import zlib
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
@@ -24,6 +25,7 @@ from torch.nn import Parameter
 from fastcomm.comm.collective import HALVES, largest_half
 from fastcomm.comm.objects import gather_objects, naming
 from fastcomm.errors import FastcommError, MismatchError
+from fastcomm.reducer import validation
 from fastcomm.reducer.extension import RoundExtension
 from fastcomm.reducer.features.compatibility import Feature, check
 from fastcomm.reducer.features.virtual_loader import VirtualLoader
@@ -82,43 +84,59 @@ def _added(left: Leaf, right: Leaf) -> Leaf:
 
 
 class Buffers:
-    """The buffers of a model. Every leaf begins with those that the step began with. After it they
-    are the mean over the leaves, or those of the first; integers are always those of the first.
+    """The buffers of a model. Every leaf begins with those that the step began with. After it those
+    that a leaf has changed are the mean over the leaves, or those of the first; integers are always
+    those of the first.
     """
 
     def __init__(self, model: object, rule: str) -> None:
-        self._model, self._rule = model, rule
-        self._start = [buffer.clone() for buffer in self._now()]
-        self._means = [rule == "mean" and b.is_floating_point() for b in self._start]
-        self._sums = PartialSums()
+        assert isinstance(model, nn.Module)  # for the type checker
+        self._model = model
+        self._start = [buffer.clone() for buffer in model.buffers()]
+        self._means = [rule == "mean" and one.is_floating_point() for one in self._start]
+        self._has_changed = [False] * len(self._start)
         self._first: list[Tensor] = []
-
-    def _now(self) -> list[Tensor]:
-        return list(self._model.buffers()) if isinstance(self._model, nn.Module) else []
+        self._sums = PartialSums()
 
     @torch.no_grad()
     def reset(self) -> None:
-        for buffer, value in zip(self._now(), self._start, strict=True):
+        for buffer, value in zip(self._model.buffers(), self._start, strict=True):
             buffer.copy_(value)
 
     def note_leaf(self) -> None:
-        now = [buffer.clone() for buffer in self._now()]
-        self._first = self._first or now
-        self._sums.push([b.clone() if m else None for b, m in zip(now, self._means, strict=True)])
+        now = list(self._model.buffers())
+        for i, value in enumerate(self._start):
+            self._has_changed[i] |= not torch.equal(now[i], value)
+        self._first = self._first or [buffer.clone() for buffer in now]
+        self._sums.push(
+            [
+                buffer.to(torch.promote_types(buffer.dtype, torch.float32), copy=True)
+                if is_mean
+                else None
+                for buffer, is_mean in zip(now, self._means, strict=True)
+            ]
+        )
 
     @torch.no_grad()
     def settle(self, core: Core, virtual_ranks: int) -> None:
         """Collective."""
-        total = self._sums.total()
-        for buffer, first, mean in zip(self._now(), self._first, total, strict=True):
-            value = (first if mean is None else mean).contiguous()
-            with naming("virtual()"):
-                if mean is None:
-                    core.comm.broadcast(value)
-                else:
-                    core.comm.all_reduce(value)
-                    value.div_(virtual_ranks)
-            buffer.copy_(value)
+        if not self._start:
+            return
+        has_changed = torch.tensor(self._has_changed, dtype=torch.uint8, device=core.comm.device)
+        core.comm.all_reduce(has_changed, "max")
+        self.reset()
+        of_first = []
+        slots = zip(self._model.buffers(), self._first, self._sums.total(), strict=True)
+        for (buffer, first, mean), differs in zip(slots, has_changed.tolist(), strict=True):
+            if differs and mean is not None:
+                mean = mean.contiguous()
+                core.comm.all_reduce(mean)
+                buffer.copy_(mean.div_(virtual_ranks))
+            elif differs:
+                buffer.copy_(first)
+                of_first.append(buffer)
+        if of_first:
+            validation.broadcast(core.comm, of_first, 0)
 
 
 class Virtual(RoundExtension):
@@ -130,29 +148,37 @@ class Virtual(RoundExtension):
         """reduce: Reducer.reduce."""
         if buffers not in ("mean", "first"):
             raise ValueError(f'buffers must be "mean" or "first"; got {buffers!r}')
-        check(Feature.VIRTUAL, core.features())
-        _refuse_sync_batch_norm(core.model())
         self._core, self._reduce, self._loader, self._rule = core, reduce, loader, buffers
-        _refuse_ranks(core, loader.virtual_ranks)
-        self._own = ranges(range(loader.virtual_ranks), core.comm.world_size)[core.comm.rank]
+        self._is_reducing = False
 
     def features(self) -> Mapping[Feature, str]:
         return {Feature.VIRTUAL: "virtual()"}
 
     def before_round(self, round: Round) -> None:
         """The sum over the leaves is divided once, when all is added."""
+        if not self._is_reducing or round.op != "mean":
+            raise FastcommError(
+                "a step of virtual() reduces once, after its last microbatch, and all microbatches "
+                "count alike: make all backwards in the loop over a step, without set_weight()"
+            )
         round.op = "sum"
 
     def steps(self) -> Iterator[VirtualStep]:
         core, loader = self._core, self._loader
+        check(Feature.VIRTUAL, core.features())
+        _refuse_model(core.model())
+        _refuse_ranks(core, loader.virtual_ranks)
+        own = ranges(range(loader.virtual_ranks), core.comm.world_size)[core.comm.rank]
         self._compare()
-        batches = loader.microbatches(self._own)
+        batches = loader.microbatches(own)
         core.install(self)
         try:
             for _ in range(len(loader) - loader.step % len(loader)):
-                step = VirtualStep(loader.step, self._leaves(loader.step, batches))
-                yield step
-                step.close()
+                step = VirtualStep(loader.step, self._leaves(loader.step, own, batches))
+                try:
+                    yield step
+                finally:
+                    step.close()
                 if loader.step == step.number:
                     raise FastcommError(
                         f"step {step.number} of virtual() has microbatches left: go through all of "
@@ -173,43 +199,80 @@ class Virtual(RoundExtension):
                     f"{', '.join(f'{value} on rank {r}' for r, value in enumerate(values))}"
                 )
 
-    def _leaves(self, number: int, batches: Iterator[Any]) -> Generator[Any, None, None]:
+    def _leaves(
+        self, number: int, own: range, batches: Iterator[Any]
+    ) -> Generator[Any, None, None]:
         """The microbatches of this rank in one step; then reduces."""
         core, loader = self._core, self._loader
         parameters = [p for bucket in core.buckets for p in bucket.parameters if p is not None]
         buffers, sums = Buffers(core.model(), self._rule), PartialSums()
         before, core.reduces_backwards = core.reduces_backwards, False
         try:
-            for v in self._own:
+            for v in own:
                 batch = next(batches)
                 for parameter in parameters:
                     parameter.grad = None
                 buffers.reset()
                 loader.seed_leaf(number, v, core.comm.device)
                 yield batch
-                sums.push([parameter.grad for parameter in parameters])
+                sums.push(_leaf_of(parameters))
                 buffers.note_leaf()
             for parameter, gradient in zip(parameters, sums.total(), strict=True):
                 parameter.grad = gradient
-            self._reduce()
-            self._divide()
-            buffers.settle(core, loader.virtual_ranks)
-        except BaseException:
-            core.drop_step()  # no rank is to step with a part of the sum
+        except BaseException as error:  # GeneratorExit, where the user's code has raised
+            buffers.reset()
+            self._abandon(error)
             raise
         finally:
             core.reduces_backwards = before
+        try:
+            self._is_reducing = True
+            self._reduce()
+            self._divide()
+        except BaseException:
+            buffers.reset()
+            core.drop_step()  # no rank is to step with an undivided sum
+            raise
+        finally:
+            self._is_reducing = False
+        with naming("virtual()"):
+            if core.skipped:
+                buffers.reset()
+            else:
+                buffers.settle(core, loader.virtual_ranks)
         loader.seed_leaf(number, loader.virtual_ranks, core.comm.device)
         loader.step = number + 1
         if core.comm.rank == 0 and _log.isEnabledFor(logging.DEBUG):
             gradients, values = _checksum([p.grad for p in parameters]), _checksum(parameters)
             _log.debug("step %d: gradients %08x, parameters %08x", number, gradients, values)
 
+    def _abandon(self, error: BaseException) -> None:
+        """The step has ended in the middle, on this rank: the others are not to wait for it."""
+        self._is_reducing = True
+        with contextlib.suppress(FastcommError):
+            self._core.open().abandon(error)
+        self._is_reducing = False
+        self._core.drop_step()
+
     @torch.no_grad()
     def _divide(self) -> None:
-        if self._core.options.op == "mean":
-            for bucket in self._core.buckets:
-                bucket.flat[: bucket.numel].div_(self._loader.virtual_ranks)
+        """Writes to the gradients, so that no norm that the reduction has counted holds."""
+        for bucket in self._core.buckets:
+            bucket.flat[: bucket.numel].div_(self._loader.virtual_ranks)
+
+
+def _leaf_of(parameters: Sequence[Parameter]) -> Leaf:
+    """The gradients, each in memory of its own: sums are made in place."""
+    leaf: Leaf = []
+    seen: set[int] = set()
+    for parameter in parameters:
+        gradient = parameter.grad
+        if gradient is not None:
+            address = gradient.untyped_storage().data_ptr()
+            gradient = gradient.clone() if address in seen else gradient
+            seen.add(address)
+        leaf.append(gradient)
+    return leaf
 
 
 class VirtualStep:
@@ -219,9 +282,12 @@ class VirtualStep:
     """
 
     def __init__(self, number: int, leaves: Generator[Any, None, None]) -> None:
-        self.number, self._leaves = number, leaves
+        self.number, self._leaves, self._has_begun = number, leaves, False
 
     def __iter__(self) -> Iterator[Any]:
+        if self._has_begun:
+            raise FastcommError(f"step {self.number} of virtual() was gone through already")
+        self._has_begun = True
         return self._leaves
 
     def close(self) -> None:
@@ -236,7 +302,7 @@ def _refuse_ranks(core: Core, virtual_ranks: int) -> None:
     if not all(ranges(range(virtual_ranks), n)):
         raise FastcommError(
             f"virtual() cannot share {virtual_ranks} virtual ranks out among {n} ranks: start "
-            f"fewer, or take a multiple of {n}"
+            f"fewer, or take {n} times a power of two"
         )
     if n > 2 and not comm.adds_by_tree:
         raise FastcommError(
@@ -251,8 +317,11 @@ def _refuse_ranks(core: Core, virtual_ranks: int) -> None:
         )
 
 
-def _refuse_sync_batch_norm(model: object) -> None:
-    for name, module in model.named_modules() if isinstance(model, nn.Module) else ():
+def _refuse_model(model: object) -> None:
+    """Raises ValueError for a model with which the bits would depend on the number of ranks."""
+    if not isinstance(model, nn.Module):
+        raise ValueError("virtual() needs a module, whose buffers it resets: attach(module)")
+    for name, module in model.named_modules():
         if isinstance(module, nn.SyncBatchNorm):
             raise ValueError(
                 f"module {name} is a SyncBatchNorm, whose statistics depend on the number of "

@@ -103,7 +103,7 @@ class VirtualLoader:
         keyed: Any = DataLoader(
             _Keyed(self._dataset, self.seed, self.virtual_ranks),
             batch_sampler=self._keys(own),
-            generator=torch.Generator(),  # else it would draw from torch's own
+            generator=torch.Generator("cpu"),  # else it would draw from torch's own
             **self._options,
         )
         return iter(keyed)
@@ -113,8 +113,10 @@ class VirtualLoader:
         epoch, size = self.epoch, self.batch_size
         order: Sequence[int] = range(self._n_samples)
         if self._shuffle:
-            generator = torch.Generator().manual_seed(mixed(self.seed, _ORDER, epoch))
-            order = torch.randperm(self._n_samples, generator=generator).tolist()
+            generator = torch.Generator("cpu").manual_seed(mixed(self.seed, _ORDER, epoch))
+            order = torch.randperm(
+                self._n_samples, generator=generator, dtype=torch.int64, device="cpu"
+            ).tolist()
         for step in range(self.step, (epoch + 1) * len(self)):
             for v in own:
                 begin = (step % len(self) * self.virtual_ranks + v) * size
@@ -166,13 +168,13 @@ def fingerprint_of_kernels() -> int:
     """A hash of what some kernels of the CPU make of fixed numbers. Differs where the processor,
     the build of torch, or the number of threads chooses other ones.
     """
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator("cpu").manual_seed(0)
 
     def numbers(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator)
+        return torch.randn(*shape, generator=generator, dtype=torch.float32, device="cpu")
 
     a, image = numbers(96, 160), numbers(2, 8, 20, 20)
-    with torch.no_grad():
+    with torch.no_grad(), torch.autocast("cpu", enabled=False):
         results = [
             a @ numbers(160, 70),
             (a.bfloat16() @ numbers(160, 70).bfloat16()).float(),
@@ -184,6 +186,8 @@ def fingerprint_of_kernels() -> int:
             numbers(300, 1000).sum(0),
             numbers(70_000).sum(),
             torch.linalg.vector_norm(numbers(70_000)),
+            torch.full((64,), 1e-40, dtype=torch.float32, device="cpu")
+            * 0.5,  # are subnormals flushed?
         ]
     checksum = 0
     for one in results:

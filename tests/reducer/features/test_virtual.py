@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn import functional
 
 import fastcomm
-from fastcomm import FastcommError, MismatchError, VirtualLoader
+from fastcomm import AbandonedError, FastcommError, MismatchError, VirtualLoader
 from fastcomm.reducer.features.virtual import PartialSums, ranges
 from tests.support.models import Transformer, convnet, mlp, seed
 from tests.support.outcomes import values_of
@@ -187,7 +187,7 @@ def test_hosts_whose_ranks_are_below_no_node_of_the_tree_are_refused(comm):
     model = mlp()
     reducer = fastcomm.Reducer(comm).attach(model)  # even and odd ranks are on two hosts
     with pytest.raises(FastcommError, match="takes 1 or 2 ranks over hierarchical"):
-        reducer.virtual(VirtualLoader(rows(9), virtual_ranks=4, batch_size=2))
+        next(reducer.virtual(VirtualLoader(rows(9), virtual_ranks=4, batch_size=2)))
 
 
 @only_shm
@@ -196,11 +196,11 @@ def test_numbers_of_ranks_that_would_have_other_bits_are_refused(comm):
     model = mlp()
     reducer = fastcomm.Reducer(comm).attach(model)
     with pytest.raises(FastcommError, match="cannot share 2 virtual ranks out among 3 ranks"):
-        reducer.virtual(VirtualLoader(rows(9), virtual_ranks=2, batch_size=2))
+        next(reducer.virtual(VirtualLoader(rows(9), virtual_ranks=2, batch_size=2)))
     model = mlp().bfloat16()
     reducer = fastcomm.Reducer(comm).attach(model)
     with pytest.raises(FastcommError, match="where gradients have 16 bits, as that of 4.bias"):
-        reducer.virtual(VirtualLoader(rows(9), virtual_ranks=3, batch_size=2))
+        next(reducer.virtual(VirtualLoader(rows(9), virtual_ranks=3, batch_size=2)))
 
 
 def _first_half(comm):
@@ -262,24 +262,96 @@ def test_a_step_that_one_microbatch_votes_to_skip_is_dropped_at_any_number_of_ra
     assert ranks(2, _with_a_skipped_step) == [expected, expected]
 
 
-@pytest.mark.usefixtures("transport")
 @only_shm
 @on_ranks(2)
-def test_an_exception_in_a_microbatch_leaves_no_gradients_and_a_usable_reducer(comm):
+def test_an_exception_in_a_microbatch_abandons_the_step_on_all_ranks_and_it_begins_again(comm):
+    seed(1)
+    model, data = convnet(), images(24)
+    buffers = [buffer.clone() for buffer in model.buffers()]
+    reducer = fastcomm.Reducer(comm).attach(model)
+    loader = VirtualLoader(data, virtual_ranks=4, batch_size=3)
+    kind = ZeroDivisionError if comm.rank else AbandonedError
+    with pytest.raises(kind):
+        for step in reducer.virtual(loader):
+            for x, y in step:
+                functional.cross_entropy(model(x), y).backward()
+                if comm.rank:
+                    raise ZeroDivisionError
+    assert all(p.grad is None for p in model.parameters())
+    for buffer, before in zip(model.buffers(), buffers, strict=True):
+        assert torch.equal(buffer, before)
+    assert loader.step == 0
+    for step in reducer.virtual(loader):
+        for x, y in step:
+            functional.cross_entropy(model(x), y).backward()
+    assert loader.step == 2
+    reducer.check_in_sync()
+
+
+class Buffered(nn.Module):
+    """Has a mask, a table that a mean would round, and a mean of 16 bits."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 4)
+        self.register_buffer("mask", torch.arange(8) % 2 == 0)
+        self.register_buffer("table", torch.full((8,), 0.1))
+        self.register_buffer("mean", torch.zeros(8, dtype=torch.bfloat16))
+
+    def forward(self, x):
+        self.mean.lerp_(x.detach().mean(0).bfloat16(), 0.1)
+        return self.layer(x * self.mask + self.table)
+
+
+def _buffers_of(comm):
+    seed(1)
+    model = Buffered()
+    reducer = fastcomm.Reducer(comm).attach(model)
+    for step in reducer.virtual(VirtualLoader(rows(24), virtual_ranks=6, batch_size=2)):
+        for x, _ in step:
+            model(x).sum().backward()
+    return [buffer.tolist() for buffer in model.buffers()]
+
+
+@only_shm
+def test_buffers_of_every_kind_are_equal_and_those_that_nobody_changes_stay(ranks):
+    (expected,) = ranks(1, _buffers_of)
+    assert expected[1] == [torch.tensor(0.1).item()] * 8
+    assert any(expected[2])
+    assert ranks(3, _buffers_of) == [expected] * 3
+
+
+@only_shm
+@on_ranks(1)
+def test_gradients_that_share_memory_are_added_once_each(comm):
+    a, b = nn.Parameter(torch.ones(6)), nn.Parameter(torch.ones(6))
+    model = nn.ParameterList([a, b])
+    reducer = fastcomm.Reducer(comm).attach(model)
+    for step in reducer.virtual(VirtualLoader(rows(8), virtual_ranks=4, batch_size=2)):
+        for _ in step:
+            a.grad = b.grad = torch.ones(6)
+    assert a.grad.tolist() == b.grad.tolist() == [1.0] * 6
+
+
+@only_shm
+@on_ranks(1)
+def test_a_step_reduces_once_and_is_gone_through_once(comm):
     model = mlp()
     reducer = fastcomm.Reducer(comm).attach(model)
-    loader = VirtualLoader(rows(40), virtual_ranks=4, batch_size=2)
-    with pytest.raises(ZeroDivisionError):
+    loader = VirtualLoader(rows(8), virtual_ranks=4, batch_size=2)
+    for step in reducer.virtual(loader):
+        for _ in step:
+            pass
+        with pytest.raises(FastcommError, match="was gone through already"):
+            list(step)
+        with pytest.raises(FastcommError, match="make all backwards in the loop over a step"):
+            model(torch.ones(1, 8)).sum().backward()
+    model.zero_grad()
+    reducer.set_weight(2)
+    with pytest.raises(FastcommError, match="without set_weight"):
         for step in reducer.virtual(loader):
-            for x, _ in step:
-                model(x).sum().backward()
-                raise ZeroDivisionError
-    del step
-    assert all(p.grad is None for p in model.parameters())
-    assert loader.step == 0
-    model(torch.ones(1, 8)).sum().backward()
-    reducer.check_in_sync()
-    assert all(p.grad is not None for p in model.parameters())
+            for _ in step:
+                pass
 
 
 @only_shm
@@ -348,7 +420,10 @@ def test_what_depends_on_the_number_of_ranks_is_refused(comm):
     loader = VirtualLoader(rows(9), virtual_ranks=2, batch_size=2)
     normed = nn.Sequential(nn.Linear(8, 4), nn.SyncBatchNorm(4))
     with pytest.raises(ValueError, match="module 1 is a SyncBatchNorm"):
-        fastcomm.Reducer(comm).attach(normed).virtual(loader)
+        next(fastcomm.Reducer(comm).attach(normed).virtual(loader))
+    weight = nn.Parameter(torch.ones(3))
+    with pytest.raises(ValueError, match="needs a module"):
+        next(fastcomm.Reducer(comm).attach([("weight", weight)]).virtual(loader))
     model = mlp()
     reducer = fastcomm.Reducer(comm).attach(model)
     with pytest.raises(ValueError, match='buffers must be "mean" or "first"'):
