@@ -442,7 +442,7 @@ def contents_in_words(tensors: NamedTensors, values: Iterable[tuple[str, str]]) 
     for name, tensor in tensors:
         if not is_readable(tensor):
             raise ValueError(f"{name} {without_memory(tensor)}")
-    bits = _checksums([tensor for _, tensor in tensors])
+    bits = checksums([tensor for _, tensor in tensors])
     words = [
         (name, f"{tensor.dtype} {list(tensor.shape)} #{number & (2**64 - 1):016x}")
         for (name, tensor), number in zip(tensors, bits, strict=True)
@@ -453,7 +453,7 @@ def contents_in_words(tensors: NamedTensors, values: Iterable[tuple[str, str]]) 
     return held
 
 
-def _checksums(tensors: Sequence[Tensor]) -> list[int]:
+def checksums(tensors: Sequence[Tensor]) -> list[int]:
     if not tensors:
         return []
     return [int(number) for number in torch.stack([_checksum(t).cpu() for t in tensors]).tolist()]

@@ -96,8 +96,8 @@ INLINE uint16_t carry_bfloat16(uint16_t result) {
         const size_t numel = job->numel; /* a copy, which no store through an output can change */ \
         const int last = job->n_inputs - 1;                                                        \
         __typeof__(CARRY((ELEMENT)0)) carries = 0;                                                 \
-        const WIDE count = (WIDE)job->n_inputs, reciprocal = (WIDE)1 / count;                      \
-        (void)count, (void)reciprocal; /* only a mean looks at them */                             \
+        const WIDE count = (WIDE)job->n_inputs;                                                    \
+        (void)count; /* only a mean looks at it */                                                 \
         if (last == 1) {                                                                           \
             const ELEMENT *const a = job->inputs[0], *const b = job->inputs[1];                    \
             ELEMENT *const x = job->outputs[0], *const y = job->outputs[job->n_outputs > 1];       \

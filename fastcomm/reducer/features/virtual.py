@@ -329,10 +329,6 @@ def _refuse_model(model: object) -> None:
             )
 
 
-def _checksum(tensors: Sequence[Tensor | Parameter | None]) -> int:
-    checksum = 0
-    for tensor in tensors:
-        if tensor is not None:
-            raw = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
-            checksum = zlib.crc32(raw.numpy().tobytes(), checksum)
-    return checksum
+def _checksum(tensors: Sequence[Tensor | None]) -> int:
+    checksums = validation.checksums([tensor for tensor in tensors if tensor is not None])
+    return zlib.crc32(str(checksums).encode())

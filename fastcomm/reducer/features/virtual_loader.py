@@ -14,7 +14,6 @@ import torch
 from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-Key = tuple[int, int]  # of a microbatch: the step, and the virtual rank
 _DATA, _ORDER, _LEAF = range(3)  # what a seed is for
 
 
@@ -186,8 +185,8 @@ def fingerprint_of_kernels() -> int:
             numbers(300, 1000).sum(0),
             numbers(70_000).sum(),
             torch.linalg.vector_norm(numbers(70_000)),
-            torch.full((64,), 1e-40, dtype=torch.float32, device="cpu")
-            * 0.5,  # are subnormals flushed?
+            # are subnormals flushed?
+            torch.full((64,), 1e-40, dtype=torch.float32, device="cpu") * 0.5,
         ]
     checksum = 0
     for one in results:
