@@ -23,6 +23,7 @@ A_PEER_DIES_BEHIND_A_FULL_QUEUE = (
     "tests/transports/nccl/test_full_queue.py::"
     "test_a_peer_that_dies_while_a_launch_waits_for_room_is_named"
 )
+JOIN_TESTS = ("tests/reducer/features/test_join.py::test_random_plans",)
 
 MUTATIONS = (
     Mutation(
@@ -112,5 +113,21 @@ MUTATIONS = (
         old="code = call_all(gathering, 2, comm, stream, failed)",
         new="code = call_all(gathering, 1, comm, stream, failed)",
         tests=(BLOCK_WIRE_TESTS,),
+    ),
+    Mutation(
+        name="join: over NCCL ranks without data count as such with data",
+        file="fastcomm/transports/nccl/rounds.py",
+        within="follow",
+        old="_part_of_totals(comm, 0.0, 0, 0)",
+        new="_part_of_totals(comm, 1.0, 0, 0)",
+        tests=JOIN_TESTS,
+    ),
+    Mutation(
+        name="join: over NCCL ranks without data take part for the first reducer alone",
+        file="fastcomm/transports/nccl/rounds.py",
+        within="follow",
+        old="round(sum_of_numbers / n_ranks)",
+        new="min(one.label // BUCKETS_PER_REDUCER for one in comm.buckets)",
+        tests=JOIN_TESTS,
     ),
 )

@@ -6,6 +6,7 @@ from tests.mutations.mutation import Mutation
 
 RING = "fastcomm/transports/shm/ring.pyx"
 COMMUNICATOR = "fastcomm/transports/shm/communicator.pyx"
+JOIN_TESTS = ("tests/reducer/features/test_join.py::test_random_plans",)
 
 MUTATIONS = (
     Mutation(
@@ -50,5 +51,13 @@ MUTATIONS = (
         old="uncounted += max(0.0, now - before - COUNTED_S)",
         new="pass",
         tests=("tests/contract/test_suspension.py::test_a_suspended_job_goes_on",),
+    ),
+    Mutation(
+        name="join: on shm the shard of a rank without data is left out",
+        file="kernels/shm/protocol.c",
+        within="conclude",
+        old="c->announcement = *v.wanted;",
+        new="c->announcement = *v.wanted, c->announcement.numel = 0;",
+        tests=JOIN_TESTS,
     ),
 )
