@@ -15,7 +15,6 @@ import shlex
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, TypeVar
 
 from lib import chart, machine, page
@@ -128,7 +127,6 @@ def parse(parser: argparse.ArgumentParser, *, rounds: int | None = None) -> argp
     if parser.prog == Path(sys.argv[0]).name:  # else the script has named its command
         parser.prog = f"python -m fastcomm bench {Path(sys.argv[0]).stem}"
     options = parser.parse_args()
-    sys.excepthook = _without_traceback
     problem = _find_problem(options)
     if problem is not None:
         parser.error(problem)
@@ -139,14 +137,6 @@ def parse(parser: argparse.ArgumentParser, *, rounds: int | None = None) -> argp
     if options.json == STDOUT:
         sys.stdout = sys.stderr
     return options
-
-
-def _without_traceback(
-    kind: type[BaseException], error: BaseException, stack: TracebackType | None
-) -> None:
-    """Of Ctrl-C, which says where it came from to nobody's use."""
-    if not issubclass(kind, KeyboardInterrupt):
-        sys.__excepthook__(kind, error, stack)
 
 
 def parse_size(text: str) -> int:
