@@ -4,11 +4,8 @@ looks at a time. Those of the GPU run with the host in its place: see host_clock
 
 from __future__ import annotations
 
-import importlib
 import json
-import os
 import subprocess
-import sys
 from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
@@ -83,14 +80,6 @@ def test_without_json_a_benchmark_changes_no_committed_figures():
     assert {path: path.stat().st_mtime_ns for path in BENCH.glob("results/*")} == before
 
 
-def test_allreduce_says_of_an_mpi_that_is_missing_how_to_get_it(tmp_path):
-    path = tmp_path / "allreduce.json"
-    size = ["-b", "1K", "-e", "1K", "-n", "5", "--unchanged", "--json", path]
-    printed = run("allreduce.py", *size, "--peers", "mpich", "--mpis", tmp_path)
-    assert f"mpich is not measured: it is not in {tmp_path}/mpich: python3." in printed
-    assert "pip install mpi4py mpich" in json.loads(path.read_text())["peers_not_measured"]["mpich"]
-
-
 def test_parts_compares_what_moves_parts_with_gloo(tmp_path):
     path = tmp_path / "parts.json"
     options = ["-e", "4K", "--rounds", "2", "--json", path]
@@ -159,18 +148,6 @@ def test_step_compares_fastcomm_with_ddp_and_writes_json(tmp_path):
     assert result["parameters"] == sum(p * q + q for p, q in pairwise(WIDTHS))
 
 
-def test_step_leaves_what_it_has_measured_when_it_is_cut_short(tmp_path):
-    path, second = tmp_path / "step.json", tmp_path / "second.py"
-    second.write_text(
-        "import os\nfrom lib.models import CASES\n"
-        "CASES['conv'] = CASES['mlp']._replace(make_model=lambda: os._exit(1))"
-    )
-    size = ["--ranks", "1", "--rounds", "2", "--steps", "1", "--ways", "local", "fastcomm"]
-    done = start("step.py", "--models", "mlp", "conv", *size, "--json", path, after=second)
-    assert done.returncode == 1
-    assert list(json.loads(path.read_text())["models"]) == ["mlp"]
-
-
 def test_tune_tells_what_a_step_takes_by_size(tmp_path):
     """Of a model that has several buckets by two sizes."""
     small = tmp_path / "small.py"
@@ -211,16 +188,6 @@ def test_flatten_compares_the_kernels_with_their_peers(flattened):
         assert {"fastcomm", "copy", "foreach", "dense", "per tensor"} <= set(row["contenders"])
 
 
-def test_flatten_says_of_every_bar_whether_it_is_met(flattened):
-    printed, result = flattened
-    # Of each row: not slower than torch, less than 15 us, a tenth of per-tensor copies.
-    assert len(result["bars"]) == 3 * len(result["rows"]) + len(result["launches"])
-    assert (
-        printed.splitlines()[-1]
-        == f"# bars: {sum(bar['is_met'] for bar in result['bars'])} of {len(result['bars'])} met"
-    )
-
-
 @pytest.mark.parametrize("ranks", ["1", "2"])
 def test_allreduce_on_cuda_compares_fastcomm_with_nccl_and_writes_json(
     on_the_host, tmp_path, ranks
@@ -245,11 +212,6 @@ def test_allreduce_on_cuda_compares_fastcomm_with_nccl_and_writes_json(
         assert set(row["ratios"]) == {"ordinary/fastcomm", "nccl/fastcomm"}
 
 
-def test_allreduce_refuses_more_ranks_than_cards(on_the_host):
-    done = start("allreduce.py", "--device", "cuda", "--ranks", "3", on_the_host=on_the_host)
-    assert done.returncode == 2 and "GPUs for 3 ranks" in done.stderr
-
-
 ON_CUDA = ("--device", "cuda", "--ranks", "1", "--rounds", "2", "--steps", "1")
 
 
@@ -268,15 +230,6 @@ def test_step_on_cuda_compares_fewer_bits_on_the_wire_as_well(on_the_host, tmp_p
     assert "of 2 met" in printed.splitlines()[-1]
 
 
-@pytest.mark.parametrize("more", [["ddp_views"], ["sharded"]])
-def test_step_takes_some_of_its_ways(on_the_host, tmp_path, more):
-    ways = ["--ways", "local", "fastcomm", *more]
-    options = ["--json", tmp_path / "step.json", "--plot", tmp_path / "step.png"]
-    printed = run("step.py", *ON_CUDA, *ways, *options, on_the_host=on_the_host)
-    assert "of 1 met" in printed  # both send bfloat16
-    assert (tmp_path / "step.png").stat().st_size > 0
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens where there is no GPU")
 @pytest.mark.parametrize(
     "arguments",
@@ -286,118 +239,6 @@ def test_a_benchmark_of_the_gpu_says_in_a_sentence_that_there_is_none(arguments)
     done = start(*arguments)
     assert done.returncode == 2
     assert len(done.stderr.splitlines()) == 1 and "CUDA" in done.stderr
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens where there is no GPU")
-def test_the_suite_of_the_gpu_says_in_a_sentence_that_there_is_none(tmp_path):
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    command = ["bash", str(ROOT / "ci/gpu.sh"), str(tmp_path)]
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=60, env=os.environ | {"PATH": path}
-    )
-    assert done.returncode == 2
-    assert "needs a GPU" in done.stderr and not list(tmp_path.iterdir())
-
-
-# In place of an interpreter that finds a GPU: writes the results it is asked for, prints a lot and
-# fails. The tests are one that hangs with the interpreter's lock held, as inside CUDA, for a while.
-PYTHON_ON_A_GPU = """#!/bin/bash
-case "$*" in
--c*) exit 0 ;;
-*gpu_report.py*) exec {python} "$@" ;;
-*pytest*tests/gpu)
-    arguments=("${{@//faulthandler_timeout=60/faulthandler_timeout=1}}")
-    exec {python} "${{arguments[@]/#tests?gpu/{hanging}}}" ;;
-esac
-while (($#)); do
-    if [ "$1" = --json ]; then echo '{{}}' >"$2"; fi
-    shift
-done
-for i in {{1..400}}; do printf '%0150d\n' "$i"; done
-exit 1
-"""
-HANGING = """import ctypes, os
-def test_that_hangs():
-    ctypes.PyDLL(None).sleep(2)
-    os._exit(1)
-"""
-STEPS_OF_A_RUN = (
-    *("build", "kernels", "flatten", "tests", "step", "compiled", "allreduce"),
-    *("documents", "reducer"),
-)
-
-
-@pytest.fixture(scope="module")
-def failed_on_a_gpu(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
-    """What a run of ci/gpu.sh prints whose steps all fail, and the folder of its results."""
-    scratch = tmp_path_factory.mktemp("gpu")
-    folder, stub, hanging = scratch / "results", scratch / "python", scratch / "test_hanging.py"
-    hanging.write_text(HANGING)
-    stub.write_text(PYTHON_ON_A_GPU.format(python=sys.executable, hanging=hanging))
-    sanitizer = scratch / "compute-sanitizer"
-    sanitizer.write_text('#!/bin/sh\nshift 4\nexec "$@"\n')
-    for script in (stub, sanitizer):
-        script.chmod(0o755)
-    path = os.pathsep.join([str(scratch), os.environ["PATH"]])
-    done = subprocess.run(
-        ["bash", str(ROOT / "ci/gpu.sh"), str(folder)],
-        capture_output=True,
-        text=True,
-        timeout=200,
-        env=os.environ | {"PATH": path, "PYTHON": str(stub)},
-    )
-    assert done.returncode == 1, done.stdout + done.stderr
-    return done.stdout, folder
-
-
-def test_a_run_on_a_gpu_returns_at_most_five_files_and_prints_at_most_10000_characters(
-    failed_on_a_gpu,
-):
-    printed, folder = failed_on_a_gpu
-    steps = json.loads((folder / "gpu-summary.json").read_text())["steps"]
-    assert [step["name"] for step in steps] == [*STEPS_OF_A_RUN, "memcheck", "racecheck"]
-    assert {step["outcome"] for step in steps} == {"failed (1)"}
-    assert len(list(folder.iterdir())) <= 5 and len(printed) <= 10000
-    failures = (folder / "gpu-failures.log").read_text()
-    for step in steps:
-        assert f"== {step['name']}: failed (1)" in failures
-    assert len(failures.splitlines()) <= len(steps) * 151
-
-
-def test_a_run_on_a_gpu_names_the_test_that_hangs(failed_on_a_gpu):
-    failures = (failed_on_a_gpu[1] / "gpu-failures.log").read_text()
-    assert "test_hanging.py::test_that_hangs" in failures
-    assert "Timeout (0:00:01)!" in failures and "in test_that_hangs" in failures
-
-
-STEPS = """build\tpassed\t80\tdone
-tests\tfailed (1)\t33\t1 failed, 61 passed
-step\tno time left\t0\t
-"""
-
-
-def test_a_run_on_a_gpu_becomes_rows_of_the_documents(monkeypatch, tmp_path):
-    monkeypatch.syspath_prepend(BENCH)
-    gpu_report = importlib.import_module("gpu_report")
-    assert "has run on a GPU yet" in gpu_report.page(tmp_path)
-    (tmp_path / "steps").write_text(STEPS)
-    machine = {"gpu": "a card", "nccl": "2.28.9", "driver": "580.1", "commit": "abc1234"}
-    facts = gpu_report.this_machine() | machine
-    assert facts["torch"] == torch.__version__
-    steps = list(gpu_report.read_steps(tmp_path / "steps"))
-    (tmp_path / "gpu-summary.json").write_text(json.dumps({"machine": facts, "steps": steps}))
-    bars = [{"what": "launch", "figure": "3.1 us", "is_met": is_met} for is_met in (True, False)]
-    (tmp_path / "flatten.json").write_text(json.dumps({"bars": bars}))
-    added = {"fastcomm": 1, "ddp": 2, "ddp_views": 1.5}
-    model = {"model": "a net", "quartiles_ms": {"local": [8, 9, 10]}, "overhead_ms": added}
-    results = {"machine": facts, "models": {"net": model}}
-    (tmp_path / "step-cuda.json").write_text(json.dumps(results))
-    page = gpu_report.page(tmp_path)
-    assert "on a card, driver 580.1, NCCL 2.28.9" in page and "commit abc1234" in page
-    assert "- passed: build\n- failed (1): tests\n- no time left: step\n" in page
-    assert "| a net | 9.00 | 1.00 | 2.00 | 1.50 |  |  |  |" in page
-    assert gpu_report.overheads(tmp_path).endswith("| a net | 9.00 | 1.00 | 2.00 | 1.50 |")
-    assert "met 1 of 2 targets; missed: launch (3.1 us)" in page
 
 
 SMALL = "--layers", "1", "--width", "64"

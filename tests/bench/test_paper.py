@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 
-from tests.support import namespaces
 from tests.support.forked_python import pythons
 from tests.support.small_models import BENCH
 
@@ -55,34 +54,7 @@ def test_figures_are_measured_on_one_host(tmp_path: Path) -> None:
         assert ("saved" in row) == (row["who"] != "local" and row["overlap"])
 
 
-@pytest.mark.thorough
-@pytest.mark.skipif(namespaces.why_no_delay() is not None, reason=str(namespaces.why_no_delay()))
-def test_a_figure_runs_between_hosts(tmp_path: Path) -> None:
-    network = ["--wire", "network", "--rate", "10gbit", "--delay-ms", "1", "--hosts", "1,2"]
-    result = run(tmp_path, [["fig2", *network]])["fig2"]
-    assert result["wire"] == "network" and result["ranks"] == 3
-    assert result["rate"] == "10gbit" and result["delay_ms"] == 1 and result["hosts"] == [1, 2]
-
-
 # What is computed of the times
-
-
-def seconds_of(figure: Any, rounds: int) -> tuple[list[list[list[float]]], list[list[float]]]:
-    """[round][way][part]: made up, each way slower than the one before. And the processor's,
-    [round][way].
-    """
-    numbers = range(len(figure.ways))
-    return (
-        [[[0.1, 0.2 + 0.01 * number, 0.05] for number in numbers] for _ in range(rounds)],
-        [[0.3 + 0.02 * number for number in numbers] for _ in range(rounds)],
-    )
-
-
-@pytest.mark.parametrize("name", ["fig6", "fig7", "fig10", "wires", "hosts"])
-def test_every_figure_of_steps_is_summarised(bench: dict[str, ModuleType], name: str) -> None:
-    figure = bench["lab.figures"].FIGURES[name]
-    model = bench["lab.paper"].summarise(name, "mlp", *seconds_of(figure, 3))
-    assert [row["way"] for row in model["rows"]] == [way.name for way in figure.ways]
 
 
 def test_differences_are_medians_over_rounds(bench: dict[str, ModuleType]) -> None:
@@ -96,40 +68,4 @@ def test_differences_are_medians_over_rounds(bench: dict[str, ModuleType]) -> No
     assert rows[2]["saved_against"] == "fastcomm, 5 MB, no overlap"
 
 
-def test_each_contender_is_compared_at_its_best_size(bench: dict[str, ModuleType]) -> None:
-    """Each way is slower than the one before: the smallest of its sizes is each contender's."""
-    figure = bench["lab.figures"].FIGURES["hosts"]
-    best = bench["lab.paper"].summarise("hosts", "conv", *seconds_of(figure, 3))["best"]
-    assert {name: row["of_ddp"] for name, row in best.items()} == {
-        "ddp": 1,
-        "fastcomm": 5,
-        "fastcomm, bfloat16": 9,
-        "fastcomm, int8": 12,
-    }
-    assert all(row["bucket_mb"] == 2 for row in best.values())
-    assert best["fastcomm"]["processor_of_ddp"] == 5
-
-
 # What is refused
-
-
-@pytest.mark.parametrize(
-    "arguments, words",
-    [
-        ([], "which figure?"),
-        (["fig9"], "invalid choice"),
-        (["fig7", "--models", "alexnet"], "has no model alexnet"),
-        (["fig7", "--hosts", "2"], "at least two hosts"),
-    ],
-)
-def test_what_makes_no_sense_is_refused(
-    bench: dict[str, ModuleType],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    arguments: list[str],
-    words: str,
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["paper.py", *arguments])
-    with pytest.raises(SystemExit, match="2"):
-        bench["lab.paper"].main()
-    assert words in capsys.readouterr().err

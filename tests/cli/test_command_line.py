@@ -9,7 +9,6 @@ import importlib
 import importlib.util
 import json
 import os
-import re
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -21,10 +20,6 @@ import fastcomm.__main__ as command_line
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 BENCH = ROOT / "bench"
-# of benchmarks; gpu-summary.json tells how a run of ci/gpu.sh went
-RESULTS = sorted(set(BENCH.glob("results/*.json")) - set(BENCH.glob("results/gpu-*.json")))
-# One of each benchmark and figure.
-PICTURES = {re.match(r"paper-\w+|\w+", path.stem)[0]: path for path in RESULTS}
 BENCHMARKS = (
     *("all", "allreduce", "step", "network", "flatten", "paper"),
     *("compiled", "elastic", "parts"),
@@ -185,14 +180,6 @@ def test_every_benchmark_has_a_help_and_can_draw(
     assert "usage: python -m fastcomm bench " in text and "python bench/" not in text
 
 
-@pytest.mark.parametrize("option", ["--plot", "--json", "--report"])
-def test_a_missing_folder_is_refused_before_anything_is_measured(
-    console: Console, bench: dict[str, ModuleType], option: str, tmp_path: Path
-) -> None:
-    status, out, err = console(option, str(tmp_path / "nowhere" / "x.png"), of=bench["step"])
-    assert status == 2 and "nowhere is not a folder" in err and out == ""
-
-
 @pytest.mark.parametrize(
     "arguments, words",
     [
@@ -212,18 +199,6 @@ def test_what_cannot_be_drawn_or_measured_is_refused(
 ) -> None:
     status, _, err = console(*arguments, of=bench["step"])
     assert status == 2 and words in err
-
-
-@pytest.mark.parametrize("option, name", [("--report", "x.html"), ("--plot", "x.png")])
-def test_results_that_lack_something_are_refused(
-    console: Console, bench: dict[str, ModuleType], tmp_path: Path, option: str, name: str
-) -> None:
-    found = {"benchmark": "step", "machine": {"date": "2026-01-01"}}
-    (tmp_path / "x.json").write_text(json.dumps(found))
-    arguments = ("--from", str(tmp_path / "x.json"), option, str(tmp_path / name))
-    status, _, err = console(*arguments, of=bench["step"])
-    assert status == 2 and "x.json: not as this version writes results: KeyError: " in err
-    assert not (tmp_path / name).exists()
 
 
 class Measured(ModuleType):
@@ -258,78 +233,4 @@ def test_results_tell_the_command_that_measures_them_again(
 # All in short
 
 
-@pytest.fixture
-def in_no_time(bench: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """bench/all.py, whose benchmarks write what is committed; but the one of steps fails."""
-
-    def run(name: str, arguments: list[str]) -> tuple[int, str]:
-        committed = sorted(BENCH.glob(f"results/{name}-2ranks*.json"))
-        return (1, "") if name == "step" else (0, committed[0].read_text())
-
-    monkeypatch.setattr(bench["all"], "run", run)
-    monkeypatch.setattr(bench["chart"], "inline", lambda results, name: "<svg></svg>")
-    return bench["all"]
-
-
-def test_all_writes_one_page_of_what_was_measured_and_says_what_failed(
-    console: Console, in_no_time: ModuleType, tmp_path: Path
-) -> None:
-    pytest.importorskip("matplotlib")
-    page, both = tmp_path / "report.html", tmp_path / "all.json"
-    status, out, err = console("--report", str(page), "--json", str(both), of=in_no_time)
-    assert status == 1 and "failed, see above: step" in err and "three minutes" in out
-    assert [results["benchmark"] for results in json.loads(both.read_text())] == ["allreduce"]
-    again = tmp_path / "again.html"
-    console.prints("--from", str(both), "--report", str(again), of=in_no_time)
-    assert again.read_text() == page.read_text()
-
-
-def test_all_writes_what_was_measured_before_it_was_cut_off(
-    console: Console, in_no_time: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    pytest.importorskip("matplotlib")
-    measure = in_no_time.run
-
-    def run(name: str, arguments: list[str]) -> tuple[int, str]:
-        if name == "step":
-            raise SystemExit(143)
-        measured: tuple[int, str] = measure(name, arguments)
-        return measured
-
-    monkeypatch.setattr(in_no_time, "run", run)
-    page, results = tmp_path / "report.html", tmp_path / "all.json"
-    status, _, _ = console("--report", str(page), "--json", str(results), of=in_no_time)
-    assert status == 143
-    assert [one["benchmark"] for one in json.loads(results.read_text())] == ["allreduce"]
-    assert "bench allreduce" in page.read_text()
-
-
-@pytest.mark.parametrize(
-    "arguments, words",
-    [
-        ((), "--report FILE.html"),
-        (("--plot", "x.svg"), "--plot is of one benchmark"),
-        (("--report", "x.html", "--ranks", "1"), "--ranks is at least 2"),
-    ],
-)
-def test_all_refuses_what_makes_no_sense(
-    console: Console, in_no_time: ModuleType, arguments: tuple[str, ...], words: str
-) -> None:
-    status, _, err = console(*arguments, of=in_no_time)
-    assert status == 2 and words in err
-
-
 # What is printed
-
-
-@pytest.mark.parametrize("name", PICTURES)
-def test_results_are_drawn_again_without_measuring(
-    console: Console, bench: dict[str, ModuleType], name: str, tmp_path: Path
-) -> None:
-    """And the same ones make the same picture, so that a new one is a new result."""
-    pytest.importorskip("matplotlib")
-    main, pictures = bench[name.partition("-")[0]], [tmp_path / "1.svg", tmp_path / "2.svg"]
-    for picture in pictures:
-        console.prints("--from", str(PICTURES[name]), "--plot", str(picture), of=main)
-        assert picture.read_text().rstrip().endswith("</svg>")
-        assert picture.read_bytes() == pictures[0].read_bytes()
