@@ -110,16 +110,20 @@ def words(text: str) -> list[str]:
     return [word for word in text.replace(VARIES, " ").split() if re.search(r"[A-Za-z]", word)]
 
 
+@cache
+def fixed_parts(message: str) -> list[str]:
+    parts = (part.strip(" .,;:()\n") for part in message.split(VARIES))
+    return [part for part in parts if words(part)]
+
+
 def stands_in(message: str, text: str) -> bool:
     """Whether the fixed parts of the message stand in the text, in order."""
     at = 0
-    for part in message.split(VARIES):
-        part = part.strip(" .,;:()\n")
-        if words(part):
-            at = text.find(part, at)
-            if at < 0:
-                return False
-            at += len(part)
+    for part in fixed_parts(message):
+        at = text.find(part, at)
+        if at < 0:
+            return False
+        at += len(part)
     return True
 
 

@@ -56,35 +56,8 @@ def test_ranks_that_meet_say_what_is_damaged(key, data):
         assert 0 < seen["pid"] < 2**31
 
 
-@settings(max_examples=60, deadline=None)
-@given(damaged_json(["0123", 7, HERE]))
-def test_a_damaged_note_of_a_process_that_waits_is_an_error(note):
-    store = HashStore()
-    prefix = f"fastcomm/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/ranks"
-    store.set(f"{prefix}/0/came/1", note)
-    point = bootstrap.MeetingPoint(urlparse("env://"), store)
-    try:
-        waiting = point.waiting([0, 1])
-    except FastcommError as error:
-        assert "the note of rank 1, which waits to be taken in, cannot be read" in str(error)
-    else:
-        assert set(waiting) <= {1}
-
-
 MEMBERS = [[0, 0, 7, HERE], [1, None, 8, "another host"]]
 MEETING = ["fastcomm/0/ranks/0", 1, "shm", 2, 2, MEMBERS]
-
-
-@settings(max_examples=150, deadline=None)
-@given(damaged_json(MEETING))
-def test_a_damaged_note_of_a_meeting_is_an_error(note):
-    try:
-        meeting = membership.Meeting.read(note.decode(errors="replace"), 2)
-    except FastcommError as error:
-        assert "the note of who takes part in a meeting cannot be read: " in str(error)
-    else:
-        assert all(member.started_as in (0, 1) for member in meeting.members)
-        assert meeting.in_words() and meeting.own_rank is None
 
 
 @settings(max_examples=60, deadline=None)

@@ -27,7 +27,6 @@ mixed = st.lists(
     ),
     max_size=40,
 )
-uniform = st.lists(numels.map(lambda numel: (numel, torch.float32, 4)), max_size=40)
 
 
 @given(mixed, caps, caps)
@@ -49,30 +48,6 @@ def test_parameters_lie_side_by_side_in_buckets_of_one_dtype(parameters, cap, fi
             least = sum(slot.numel * itemsize + ALIGNMENT for slot in bucket.slots)
             assert bucket.numel * itemsize <= least
             assert nbytes(bucket, without_last=True) < max(cap, first_cap)
-
-
-@given(uniform, caps, caps)
-def test_no_bucket_overshoots_its_cap_by_more_than_one_parameter(parameters, cap, first_cap):
-    for bucket in plan(parameters, cap, first_cap)[1:]:
-        assert nbytes(bucket, without_last=True) < cap
-
-
-@given(uniform, caps, caps)
-def test_the_first_bucket_has_a_cap_of_its_own(parameters, cap, first_cap):
-    first, *others = plan(parameters, cap, first_cap) or [None]
-    if others:
-        assert nbytes(first, without_last=True) < first_cap <= first.numel * 4
-
-
-@given(uniform, caps, caps)
-def test_a_bucket_closes_only_when_it_is_full(parameters, cap, first_cap):
-    for bucket in plan(parameters, cap, first_cap)[1:-1]:
-        assert bucket.numel * 4 >= cap
-
-
-def test_a_parameter_larger_than_the_cap_is_not_split():
-    (bucket,) = plan([(1000, torch.float32, 4)], 64, 64)
-    assert [slot.numel for slot in bucket.slots] == [1000]
 
 
 def test_two_dtypes_in_turn_share_two_buckets():

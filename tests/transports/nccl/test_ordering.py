@@ -306,19 +306,3 @@ def _barrier(comm, async_op):
 @pytest.mark.parametrize("async_op", [False, True])
 def test_a_barrier_waits_for_the_device(async_op):
     assert stand_in_values(2, _barrier_while_busy, async_op) == [(False, True)] * 2
-
-
-# That the bodies would see what is not ordered.
-
-
-def _launch_without_order(place):
-    comm = communicator(place)
-    with TorchStreams(comm, 2) as streams:
-        tensor = torch.ones(8)
-        with streams.on(streams.streams[1]):
-            comm.all_reduce(tensor)
-
-
-def test_a_body_fails_where_a_stream_was_not_waited_for():
-    with pytest.raises(AssertionError, match="ncclAllReduce on stream .* after aten.* on stream"):
-        stand_in_values(2, _launch_without_order)

@@ -8,7 +8,6 @@ import threading
 import time
 
 import pytest
-import torch
 
 from fastcomm import PeerLostError
 from tests.support.bodies import communicator
@@ -46,23 +45,3 @@ def _interrupt(place, collective, times):
 )
 def test_ctrl_c_ends_the_waiting_once_the_peer_is_gone_and_twice_at_once(collective, times):
     values_of(fresh_ranks(2, _interrupt, collective, times))
-
-
-def _interrupt_and_go_on(place):
-    comm = communicator(place)
-    tensors = [torch.full((n,), place.rank + 1.0) for n in (10, 100_000)]
-    for tensor in tensors:
-        if place.rank == 1:
-            time.sleep(1.5)  # longer than it takes to say what is waited for
-            comm.all_reduce(tensor)
-            continue
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        _press(1)
-        with pytest.raises(KeyboardInterrupt):
-            comm.all_reduce(tensor)
-    check_all_reduce(comm)
-    return [tensor.unique().tolist() for tensor in tensors]
-
-
-def test_a_collective_interrupted_by_ctrl_c_is_complete_when_that_is_raised():
-    assert values_of(fresh_ranks(2, _interrupt_and_go_on)) == [[[3.0], [3.0]]] * 2
