@@ -1,6 +1,6 @@
 """A training script with what real ones have: a DistributedSampler, accumulation, autocast,
 clipping, checkpoints and resuming, validation on rank 0, early stopping, a time limit and
-torch.compile. docs/quickstart.md explains it part by part.
+torch.compile. docs/training_script.md explains it part by part.
 
     torchrun --standalone --nproc-per-node=2 examples/training_script.py --checkpoint run.pt
 """

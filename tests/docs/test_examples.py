@@ -16,7 +16,6 @@ from tests.support.ranks import torchrun_env
 from tests.support.scripts import printed_by
 
 pytestmark = pytest.mark.thorough
-
 ROOT = Path(__file__).resolve().parent.parent.parent
 
 
@@ -32,8 +31,12 @@ def run(example: str, *arguments: str, **options: Any) -> str:
     return printed_by(ROOT / "examples" / example, *arguments, **options)
 
 
-def test_every_script_is_in_the_quickstart() -> None:
-    listed = (ROOT / "docs/quickstart.md").read_text()
+def numbers(pattern: str, printed: str) -> list[float]:
+    return [float(found) for found in re.findall(pattern, printed)]
+
+
+def test_every_script_is_listed() -> None:
+    listed = (ROOT / "docs/training_script.md").read_text()
     scripts = [
         script for script in (ROOT / "examples").glob("*.py") if "__main__" in script.read_text()
     ]
@@ -51,21 +54,17 @@ def test_every_script_that_takes_any_device_moves_what_it_trains_there() -> None
 
 
 def test_the_gan_learns_the_circle() -> None:
-    radius = re.search(r"draws: ([\d.]+)", run("gan.py", "--steps", "300"))
-    assert radius is not None and float(radius[1]) == pytest.approx(1, abs=0.2)
+    radii = numbers(r"draws: ([\d.]+)", run("gan.py", "--steps", "300"))
+    assert radii[:1] == pytest.approx([1], abs=0.2)
 
 
 def test_accumulation_with_clipping_learns() -> None:
-    losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", run("accumulation.py"))]
+    losses = numbers(r"loss ([\d.]+)", run("accumulation.py"))
     assert len(losses) == 4 and losses[-1] < losses[0] / 2
 
 
 def test_reinforce_learns_though_ranks_play_different_numbers_of_episodes() -> None:
-    rewards = [
-        float(reward)
-        for reward in re.findall(r"reward ([\d.]+)", run("reinforce.py", "--steps", "200"))
-    ]
-    assert rewards[-1] > 0.9
+    assert numbers(r"reward ([\d.]+)", run("reinforce.py", "--steps", "200"))[-1] > 0.9
 
 
 def test_a_reducer_and_ddp_converge_to_the_same_parameters() -> None:
@@ -80,14 +79,14 @@ def test_uneven_data_is_trained_to_the_end_by_all() -> None:
 
 def test_ranks_that_sync_seldom_learn() -> None:
     printed = run("diloco.py")
-    losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", printed)]
+    losses = numbers(r"loss ([\d.]+)", printed)
     assert len(losses) == 4 and losses[-1] < losses[0] / 10
     assert printed.count("10 syncs") == 2
 
 
 def test_tokens_are_averaged_over_ranks_whose_data_ends_and_has_nans() -> None:
     printed = run("uneven_tokens.py")
-    losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", printed)]
+    losses = numbers(r"loss ([\d.]+)", printed)
     assert len(losses) == 3 and losses[-1] < losses[0] / 2
     # 37 batches close 10 steps, in each of three epochs
     assert re.findall(r"\d+ of \d+ steps dropped", printed) == ["1 of 30 steps dropped"] * 2
@@ -112,7 +111,7 @@ HSDP = pytest.param(
 @pytest.mark.parametrize("way", ["tensor-parallel", "fsdp", HSDP])
 def test_copies_in_parts_get_the_gradients_of_one_process(way: str) -> None:
     printed = run("device_mesh.py", way, ranks=4, is_for_cpus=True)
-    differences = [float(found) for found in re.findall(r"up to (\S+)", printed)]
+    differences = numbers(r"up to (\S+)", printed)
     assert len(differences) == 4 and max(differences) < 1e-6
 
 
@@ -125,42 +124,36 @@ def test_a_training_goes_on_without_a_lost_rank_and_takes_in_another() -> None:
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[float]]:
-    """A run of the training script, in two parts: its checkpoint, and the losses of all epochs."""
+def trained(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """The losses of a run of the training script, which stops and resumes."""
     path = tmp_path_factory.mktemp("training") / "run.pt"
     options = ("--checkpoint", str(path))
     parts = [run("training_script.py", "--epochs", n, *options) for n in ("2", "5")]
     losses = re.findall(r"epoch (\d): validation loss ([\d.]+)", "".join(parts))
     assert [epoch for epoch, _ in losses] == ["1", "2", "3", "4", "5"]
-    return path, [float(loss) for _, loss in losses]
+    return [float(loss) for _, loss in losses]
 
 
-def test_the_training_script_learns_and_resumes(trained: tuple[Path, list[float]]) -> None:
-    assert trained[1][-1] < 0.6 * trained[1][0]
+def test_the_training_script_learns_and_resumes(trained: list[float]) -> None:
+    assert trained[-1] < 0.6 * trained[0]
 
 
-def test_the_training_script_ends_where_it_would_without_a_break(
-    trained: tuple[Path, list[float]],
-) -> None:
-    losses = re.findall(r"loss ([\d.]+)", run("training_script.py", "--epochs", "5"))
-    assert [float(loss) for loss in losses] == trained[1]
+def test_the_training_script_ends_where_it_would_without_a_break(trained: list[float]) -> None:
+    assert numbers(r"loss ([\d.]+)", run("training_script.py", "--epochs", "5")) == trained
 
 
 def test_the_training_script_ends_in_time() -> None:
     assert run("training_script.py", "--minutes", "0").count("epoch") == 1
 
 
-def test_the_training_script_trains_a_compiled_model(
-    trained: tuple[Path, list[float]],
-) -> None:
+def test_the_training_script_trains_a_compiled_model(trained: list[float]) -> None:
     # Inductor takes a minute of CPU time for this small model, and needs a compiler.
     done = python(
         *[*torchrun(), ROOT / "examples/training_script.py", "--epochs", "1"],
         *["--compile", "aot_eager"],
         imports=["torch._inductor.compile_fx"],  # which compiling imports
     )
-    (loss,) = re.findall(r"loss ([\d.]+)", done.stdout)
-    assert float(loss) == pytest.approx(trained[1][0], rel=0.02)
+    assert numbers(r"loss ([\d.]+)", done.stdout) == pytest.approx([trained[0]], rel=0.02)
 
 
 # Frameworks. Their own DDP over torch's own Gloo gives the same figures; its processes sometimes
@@ -181,9 +174,9 @@ def both_ways(
     ]
     both = pythons(commands, env={"GLOO_SOCKET_IFNAME": "lo"}, imports=[script])
     assert all(done.returncode == 0 for done in both), "".join(done.stderr for done in both)
-    over_the_backend, over_the_hook = (re.findall(pattern, done.stdout) for done in both)
+    over_the_backend, over_the_hook = (numbers(pattern, done.stdout) for done in both)
     assert over_the_backend == over_the_hook
-    return [float(loss) for loss in over_the_hook]
+    return over_the_hook
 
 
 def test_accelerate_trains_alike_over_the_backend_and_the_hook() -> None:
@@ -204,3 +197,14 @@ def test_the_trainer_trains_alike_over_the_backend_and_the_hook() -> None:
     pytest.importorskip("transformers")
     (loss,) = both_ways("with_trainer.py", r"mean loss ([\d.]+)", "--steps", "16")
     assert loss < 4.5
+
+
+@pytest.mark.parametrize(("package", "by"), [("accelerate", torchrun), ("lightning_fabric", tuple)])
+def test_the_scripts_for_frameworks_learn(package: str, by: Any, tmp_path: Path) -> None:
+    pytest.importorskip(package)
+    page = (ROOT / "docs/accelerate_and_lightning.md").read_text()
+    (code,) = [one for one in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if package in one]
+    (tmp_path / "train.py").write_text(code)
+    done = python(*by(), tmp_path / "train.py", env={"GLOO_SOCKET_IFNAME": "lo"})
+    losses = numbers(r"loss ([\d.]+)", done.stdout)
+    assert done.returncode == 0 and len(losses) == 5 and losses[-1] < losses[0] / 2, done.stderr

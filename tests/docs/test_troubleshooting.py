@@ -20,8 +20,9 @@ VARIES = "…"
 # What a command prints, and what an object looks like, is no message of an error.
 COMMANDS = ("__main__.py", "diagnosis.py")
 DESCRIPTIONS = ("Feature", "__repr__", "describe")
-# What a timeline's tables and pictures, and a profiler, say.
-SHOWN = {
+# Texts that no user meets as a message: what a timeline's tables and pictures, and a profiler, say;
+# names of threads and collectives, a note between watchdogs, where torch's messages are cut.
+INTERNAL = {
     "…: no step yet that all ranks have recorded",
     "…: rounds … to …, medians in ms…",
     "Slowest: rank …, last in … of … rounds. The others then waited … ms for it (median).",
@@ -30,10 +31,6 @@ SHOWN = {
     "reducer… over …, … ranks",
     "waits for rank …",
     "waits, or is queued",
-}
-# Texts that no user meets: names of threads and collectives, a note between watchdogs, and where
-# torch's own messages are cut off.
-INTERNAL = SHOWN | {
     "where are you?",
     # phases, of a straggler or in a dump
     "data and other",
