@@ -108,9 +108,7 @@ class LocalSGD(ProcessBound):
 
     def _refuse_rounding(self) -> dict[str, Any]:
         """Raises ValueError for a wire that rounds parameters."""
-        wire = self._core.options.wire_dtype
-        if any(wire not in (None, bucket.dtype) for bucket in self._core.buckets):
-            check(Feature.LOCAL_SGD, {Feature.ROUNDING: f"wire_dtype={wire}"})
+        check(Feature.LOCAL_SGD, self._core.features())
         return {}
 
     def __repr__(self) -> str:

@@ -379,6 +379,9 @@ class Core(CoreFlags):
     def features(self) -> dict[Feature, str]:
         """What this reducer is used with now, and a word for each in messages."""
         present = self.options.features()
+        wire = self.options.wire_dtype
+        if any(wire not in (None, bucket.dtype) for bucket in self.buckets):
+            present[Feature.ROUNDING] = f"wire_dtype={wire}"
         sparse = [name for b in self.buckets if b.waits_in_launch for name in b.names]
         if sparse:
             present[Feature.SPARSE] = f"the sparse gradient of parameter {sparse[0]}"

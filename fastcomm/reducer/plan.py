@@ -46,8 +46,8 @@ CAPS_MB = (5.0, NETWORK_CAP_MB, DEFAULT_CAP_MB, 100.0)  # what "auto" tries
 WORTHWHILE = 0.02  # of a step: what another size must save, since noise saves less
 # What goes with buckets in another order: all else keeps something of each of them.
 _GOES_WITH = {
-    *(Feature.OTHER_OP, Feature.NOT_LINEAR, Feature.SKIP_NONFINITE, Feature.AUDIT),
-    *(Feature.AUTO, Feature.MEASURING, Feature.REBUILD),
+    *(Feature.OTHER_OP, Feature.NOT_LINEAR, Feature.ROUNDING, Feature.SKIP_NONFINITE),
+    *(Feature.AUDIT, Feature.AUTO, Feature.MEASURING, Feature.REBUILD),
 }
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from unittest import mock
 
 import pytest
 import torch
@@ -12,7 +11,6 @@ from torch import nn
 
 import fastcomm
 from fastcomm import FastcommError, MismatchError, PeerLostError
-from fastcomm.reducer import plan
 from tests.support.models import attached
 from tests.support.ranks import on_ranks
 from tests.support.transports import EVERY_TRANSPORT
@@ -174,24 +172,6 @@ def test_batches_end_with_their_block(comm):
 
 
 @only_shm
-@pytest.mark.parametrize(
-    "options, why",
-    [
-        ({"op": "sum"}, 'op="sum"'),
-        ({"bucket_cap_mb": "auto"}, "the ranks still measure"),
-    ],
-    ids=["op", "auto"],
-)
-@on_ranks(2)
-def test_reducers_that_cannot_join(comm, options, why):
-    model = small().float()
-    with mock.patch.object(plan, "CAPS_MB", (0.0001,)):  # gives a small model other buckets
-        reducer = fastcomm.Reducer(comm, **options).attach(model)
-    with pytest.raises(ValueError, match=why):
-        reducer.join()
-
-
-@only_shm
 @on_ranks(2)
 def test_another_reducer_of_the_communicator_that_cannot_join_is_told_from_this_one(comm):
     critic, actor = small(), small()
@@ -210,15 +190,6 @@ def _leave_in_a_circle(comm):
     model = small()
     model.itself = [model]
     fastcomm.Reducer(comm, op="max").attach(model)
-
-
-@only_shm
-@on_ranks(2)
-def test_ranks_that_step_by_themselves_cannot_join(comm):
-    model, reducer, _ = attached(comm, small().float())
-    why = r"join\(\) cannot be combined with LocalSGD"
-    with fastcomm.LocalSGD(reducer, every=2), pytest.raises(ValueError, match=why):
-        reducer.join()
 
 
 @only_shm
