@@ -45,12 +45,14 @@ class Docstrings(griffe.Extension):
                     mod[name].docstring = griffe.Docstring(markdown(text), parent=mod[name])
 
     def on_package(self, *, pkg: griffe.Module, **_: Any) -> None:
-        """A base class is for who reads the sources: its members stand under the public class."""
+        """The members of a base class stand under the public class, unless the base is public."""
         classes = list(_classes_in(pkg))
         for cls in classes:
             if not cls.name.endswith("Error"):
                 for name, member in cls.inherited_members.items():
-                    cls.set_member(name, member.final_target)
+                    owner = member.final_target.parent
+                    if owner is not None and owner.name not in pkg.members:
+                        cls.set_member(name, member.final_target)
         for cls in classes:
             if not cls.name.endswith("Error"):
                 cls.bases = []

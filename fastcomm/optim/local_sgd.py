@@ -49,7 +49,7 @@ class LocalSGD(ProcessBound):
             for x, y in loader:
                 optimizer.zero_grad()
                 loss_of(model(x), y).backward()
-                optimizer.step()              # every eighth one averages
+                optimizer.step()  # every eighth one averages
 
     Every rank must make it, and take part in every sync: the step() that makes it due, sync() and
     finish(). A step counts when all trainable parameters of the model were stepped once, by one or
@@ -312,9 +312,9 @@ class DiLoCo(LocalSGD):
         with fastcomm.DiLoCo(reducer, torch.optim.SGD, every=50, **outer):
             ...  # the loop as it is: see LocalSGD
 
-    Pseudo-gradients travel in the reducer's wire_dtype, with its error_feedback. With SGD, lr=1.0
-    and no momentum the result is LocalSGD's, up to rounding. Memory: one copy of the parameters,
-    and the outer optimizer's state.
+    It has all methods and attributes of LocalSGD. Pseudo-gradients travel in the reducer's
+    wire_dtype, with its error_feedback. Memory: one copy of the parameters, and the outer
+    optimizer's state.
 
     reducer, every: see LocalSGD; any wire_dtype is possible.
     outer_optimizer: a class of torch.optim, or a function that makes an optimizer of a list of

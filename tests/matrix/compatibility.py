@@ -7,9 +7,10 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator
 from pathlib import Path
+from textwrap import fill
 
 from fastcomm.reducer.features.compatibility import REFUSALS
-from tests.matrix import ROWS, THEMES, Row
+from tests.matrix import ROWS, THEMES
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "compatibility.md"
 
@@ -26,16 +27,18 @@ def filled(page: str) -> str:
 def _sections() -> Iterator[str]:
     for theme in THEMES:
         yield f"## {inspect.getdoc(theme)}\n"
-        yield "| case | outcome |"
-        yield "|---|---|"
-        for row in ROWS.values():
-            if row.theme == theme.__name__:
-                yield f"| {row.feature} | {_outcome(row)} |"
+        rows = [row for row in ROWS.values() if row.theme == theme.__name__]
+        yield "Reduced:\n"
+        yield from (_item(row.feature) for row in rows if row.is_reduced)
+        refused = [row for row in rows if not row.is_reduced]
+        yield "\n| error | do instead |\n|---|---|" if refused else ""
+        for do in dict.fromkeys(row.instead for row in refused):
+            yield f"| {'; '.join(row.feature for row in refused if row.instead == do)} | {do} |"
         yield ""
 
 
-def _outcome(row: Row) -> str:
-    return "reduced" if row.is_reduced else f"**error**: {row.instead}"
+def _item(text: str) -> str:
+    return fill(f"- {text}", 100, subsequent_indent="  ", break_on_hyphens=False)
 
 
 def _refusals() -> Iterator[str]:
