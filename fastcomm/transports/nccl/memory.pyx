@@ -20,8 +20,9 @@ from fastcomm.errors import NcclError
 
 cimport cython
 from cpython.pycapsule cimport PyCapsule_New
-from libc.stdint cimport int32_t, int64_t, uint8_t, uint16_t, uint64_t
+from libc.stdint cimport int64_t
 
+from fastcomm.comm.gradient_slot cimport DLDataType, DLTensor
 from fastcomm.transports.cuda.driver cimport Device
 from fastcomm.transports.nccl.lane cimport Lane
 from fastcomm.transports.nccl.library cimport (
@@ -36,16 +37,6 @@ cdef enum:
     kDLCPU = 1
     kDLCUDA = 2
     kDLUInt = 1
-
-cdef struct DLTensor:
-    void *data
-    int32_t device_type, device_id
-    int32_t ndim
-    uint8_t code, bits
-    uint16_t lanes
-    int64_t *shape
-    int64_t *strides
-    uint64_t byte_offset
 
 cdef struct DLManagedTensor:
     DLTensor dl_tensor
@@ -71,7 +62,8 @@ cdef class Allocation:
         self.managed.dl_tensor = DLTensor(
             data=self.memory,
             device_type=kDLCUDA if device.type == "cuda" else kDLCPU, device_id=device.index or 0,
-            ndim=1, code=kDLUInt, bits=8, lanes=1, shape=&self.nbytes, strides=NULL, byte_offset=0,
+            ndim=1, dtype=DLDataType(code=kDLUInt, bits=8, lanes=1), shape=&self.nbytes,
+            strides=NULL, byte_offset=0,
         )
         self.managed.manager_ctx, self.managed.deleter = &self.is_freed, _dropped
         return from_dlpack(PyCapsule_New(&self.managed, "dltensor", NULL))

@@ -73,26 +73,7 @@ cdef class Ring:
     cdef abandon(self)
     cdef keep_times(self, bint is_on)
 
-    cdef void _drop(self) noexcept
-    cdef _end(self, int state, int blames, object failure)
-    cdef _bury(self)
+    # on the way of every collective; the others of its own are plain functions
     cdef int _come_out(self) except -1
     cdef int _raise_from_handler(self, cause) except -1
-    cdef _realign(self)
-    cdef object _first_failure(self, uint32_t seq)
-    cdef _resolve_behind(self, ShmWork ended)
     cdef int _between_slices(self, Patience *patience) except -1
-    cdef int _defer(self, raised) except -1
-    cdef object _uncut(self, function, first, second)
-    cdef str _who(self, int rank)
-    cdef str _where(self, list ranks)
-    cdef int _look_at_signals(self) except -1
-    cdef _give_up(self, failure)
-    cdef object _lost(self)
-    cdef str _timeout_message(self)
-    cdef object _mismatch(self, uint32_t seq)
-    cdef str _abandonment(self, uint32_t seq)
-    cdef str _history(self, int rank)
-    cdef str _position(self)
-    cdef str _name(self, int rank, uint32_t seq)
-    cdef object _called(self, int rank, uint32_t seq)

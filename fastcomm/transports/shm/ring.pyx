@@ -164,8 +164,9 @@ cdef class Ring:
         tell_at_end(self)
 
     def __dealloc__(self):
-        if self.handle != NULL:
-            self._drop()
+        # without close(), and not in a forked child: the segment is the parent's
+        if self.handle != NULL and self.standing.failure is None and not self.standing.is_forked():
+            shm_set_state(self.handle, SHM_DROPPED, -1)
         shm_free_comm(self.handle)
 
     # -- the end --
@@ -175,17 +176,12 @@ cdef class Ring:
             state = SHM_RAISED if has_raised else SHM_ENDED
             self._end(state, -1, FastcommError(has_ended(self.rank)))
 
-    cdef void _drop(self) noexcept:
-        """Without close(). Not in a forked child: the segment is the parent's."""
-        if self.standing.failure is None and not self.standing.is_forked():
-            shm_set_state(self.handle, SHM_DROPPED, -1)
-
     cdef close(self, int state, str message):
         """Ends the use of the ring on this rank. state: SHM_CLOSED or SHM_ABORTED."""
         if not self.standing.is_forked():
             self._end(state, -1, FastcommError(message))
 
-    cdef _end(self, int state, int blames, object failure):
+    def _end(self, int state, int blames, failure):
         """Ends the use of the communicator, now or, if a thread is inside it, as soon as that comes
         out.
         """
@@ -196,7 +192,7 @@ cdef class Ring:
         if not self.busy:
             self._bury()
 
-    cdef _bury(self):
+    def _bury(self):
         """All unfinished works end with the communicator's failure. The C core's part stays as long
         as this ring: a thread that is back from the core still reads there what has come of it.
         """
@@ -426,7 +422,7 @@ cdef class Ring:
         self._realign()
         self._raise_from_handler(None)
 
-    cdef _realign(self):
+    def _realign(self):
         """Posts CALL_ABANDON against what the peers have still posted, until all ranks stand at the
         same number. What was posted before ends here as it does on all ranks.
         """
@@ -459,7 +455,7 @@ cdef class Ring:
             return self._mismatch(seq)
         return self._first_failure(seq)
 
-    cdef object _first_failure(self, uint32_t seq):
+    def _first_failure(self, uint32_t seq):
         """Why collective `seq` was abandoned: an earlier one did not match, and nobody has waited
         for it yet; else the peers abandoned it.
         """
@@ -469,7 +465,7 @@ cdef class Ring:
                 return self._mismatch(work.seq)
         return AbandonedError(self._abandonment(seq))
 
-    cdef _resolve_behind(self, ShmWork ended):
+    def _resolve_behind(self, ShmWork ended):
         """The works posted after an abandoned one end with its error, and move no data any more:
         the rank that abandons does so until all have met. Those before it may end well on all.
         """
@@ -496,7 +492,7 @@ cdef class Ring:
             self._give_up(TimeoutError(self._timeout_message()))
         return 0
 
-    cdef int _defer(self, raised) except -1:
+    def _defer(self, raised):
         """Keeps what a signal handler has raised until the peers do not depend on this rank any
         more. A second exception is raised here and aborts the communicator.
         """
@@ -505,9 +501,8 @@ cdef class Ring:
             self.close(SHM_ABORTED, has_aborted(self.rank))
             raise raised
         self.from_handler, self.raised_since = raised, running_s()
-        return 0
 
-    cdef object _uncut(self, function, first, second):
+    def _uncut(self, function, first, second):
         """Returns function(first, second), though a signal handler may raise in its Python."""
         try:
             return function(first, second)
@@ -515,7 +510,7 @@ cdef class Ring:
             self._defer(raised)
             return function(first, second)
 
-    cdef int _look_at_signals(self) except -1:
+    def _look_at_signals(self):
         """Runs the handlers of signals. Says so where one has raised and the peers take long."""
         try:
             PyErr_CheckSignals()
@@ -526,18 +521,17 @@ cdef class Ring:
             print(f"fastcomm: rank {self.rank} was interrupted "
                   f"({type(self.from_handler).__name__}) and ends a collective first, on which its "
                   "peers count; interrupt it again to abort", file=sys.stderr, flush=True)
-        return 0
 
     # -- errors --
 
-    cdef _give_up(self, failure):
+    def _give_up(self, failure):
         """Ends the communicator with `failure`, here and for the peers."""
         cdef int culprit = shm_stalled_on(self.handle)
         if shm_blamed_by(self.handle, culprit) >= 0:  # it is itself a victim
             culprit = shm_blamed_by(self.handle, culprit)
         self._end(SHM_ABORTED, culprit, failure)
 
-    cdef object _lost(self):
+    def _lost(self):
         """The error for a peer that is gone, or has given up."""
         cdef int rank = shm_stalled_on(self.handle), state = shm_state_of(self.handle, rank)
         cdef int blamed = shm_blamed_by(self.handle, rank)
@@ -553,7 +547,7 @@ cdef class Ring:
             (rank,) if dead else (),
         )
 
-    cdef str _timeout_message(self):
+    def _timeout_message(self):
         cdef uint32_t here = shm_posted(self.handle, self.rank)
         late = [r for r in range(self.world_size) if shm_posted(self.handle, r) < here]
         late = late or [shm_stalled_on(self.handle)]
@@ -561,36 +555,36 @@ cdef class Ring:
         waited = words.waited(self.timeout_s)
         return f"{waited}; {self._position()}; missing: {names}{self._where(late)}"
 
-    cdef str _who(self, int rank):
+    def _who(self, int rank):
         return self.segments.processes[rank].in_words()
 
-    cdef str _where(self, list ranks):
+    def _where(self, list ranks):
         return self._uncut(_whereabouts_of, self.segments.processes, ranks)
 
-    cdef object _mismatch(self, uint32_t seq):
+    def _mismatch(self, uint32_t seq):
         return words.mismatch(seq, {r: self._called(r, seq) for r in range(self.world_size)})
 
-    cdef str _abandonment(self, uint32_t seq):
+    def _abandonment(self, uint32_t seq):
         return words.abandonment([
             r for r in range(self.world_size)
             if shm_announcement_of(self.handle, r, seq).kind == CALL_ABANDON
         ])
 
-    cdef str _history(self, int rank):
+    def _history(self, int rank):
         cdef uint32_t last = shm_posted(self.handle, rank)
         if not last:
             return "it has joined no collective yet"
         return f"the last collective it joined is number {last}, {self._name(rank, last)}"
 
-    cdef str _position(self):
+    def _position(self):
         cdef uint32_t last = shm_posted(self.handle, self.rank)
         return f"rank {self.rank} is at number {last}, {self._name(self.rank, last)}"
 
-    cdef str _name(self, int rank, uint32_t seq):
+    def _name(self, int rank, uint32_t seq):
         """Names a collective, where nobody compares records."""
         return self._called(rank, seq).without_record()
 
-    cdef object _called(self, int rank, uint32_t seq):
+    def _called(self, int rank, uint32_t seq):
         cdef announcement d = shm_announcement_of(self.handle, rank, seq)
         if not shm_is_possible(self.handle, rank, &d):
             return words.Called("", "what is no collective")
