@@ -69,7 +69,6 @@ EXTENSIONS = (
         "transports.shm.communicator",
         "transports.cuda.clock",
         "transports.cuda.driver",
-        "transports.cuda.graphs",
         "transports.cuda.multi_tensor",
         "transports.cuda.blocks",
     ),
@@ -77,7 +76,7 @@ EXTENSIONS = (
         f"transports.nccl.{name}"
         for name in (
             *("library", "calls", "memory", "lane", "launches", "link"),
-            *("block_wire", "bucket", "communicator"),
+            *("bucket", "communicator"),
         )
     ),
 )

@@ -78,7 +78,7 @@ FLOATS = tuple(dtype for dtype in CPU_DTYPES if dtype.is_floating_point)
 HALVES = tuple(dtype for dtype in FLOATS if dtype.itemsize == 2)  # added in float32
 
 # In which gradients may travel over every transport, and those of 8 bits in which they travel with
-# a scale for each block: see group/wire.pyx, and nccl/block_wire.pyx for int8.
+# a scale for each block: see group/wire.pyx, and nccl/bucket.pyx for int8.
 WIRE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 BLOCK_DTYPES = (torch.int8, torch.float8_e4m3fn)
 SENT_DTYPES = (*CPU_DTYPES, *BLOCK_DTYPES)  # what else may travel between hosts

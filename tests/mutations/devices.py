@@ -9,7 +9,7 @@ from tests.mutations.mutation import Mutation
 BUCKET = "fastcomm/transports/nccl/bucket.pyx"
 COMMUNICATOR = "fastcomm/transports/nccl/communicator.pyx"
 DRIVER = "fastcomm/transports/cuda/driver.pyx"
-GRAPHS = "fastcomm/transports/cuda/graphs.pyx"
+GRAPHS = "fastcomm/transports/cuda/driver.pyx"
 MULTI_TENSOR = "fastcomm/transports/cuda/multi_tensor.pyx"
 
 DEVICES = "tests/transports/nccl/test_devices.py"

@@ -13,8 +13,6 @@ LINK = "fastcomm/transports/nccl/link.pyx"
 LANE = "fastcomm/transports/nccl/lane.pyx"
 MEMORY = "fastcomm/transports/nccl/memory.pyx"
 
-BLOCK_WIRE = "fastcomm/transports/nccl/block_wire.pyx"
-
 LAUNCH_TESTS = "tests/transports/nccl/test_launches.py"
 BLOCK_WIRE_TESTS = "tests/transports/nccl/test_block_wire.py"
 ABANDON_TESTS = "tests/transports/nccl/test_abandon.py"
@@ -100,7 +98,7 @@ MUTATIONS = (
     ),
     Mutation(
         name="nccl: in 8 bits a rank sends its own part in place of the sum",
-        file=BLOCK_WIRE,
+        file=BUCKET,
         within="BlockWire.reduce_on",
         old="self.kernels.encode_on(stream, own, self.coded + self.rank * n,",
         new="self.kernels.encode_on(stream, own, self.received + self.rank * n,",
@@ -108,7 +106,7 @@ MUTATIONS = (
     ),
     Mutation(
         name="nccl: in 8 bits the used mask is not reduced",
-        file=BLOCK_WIRE,
+        file=BUCKET,
         within="BlockWire.reduce_on",
         old="code = call_all(gathering, 2, comm, stream, failed)",
         new="code = call_all(gathering, 1, comm, stream, failed)",

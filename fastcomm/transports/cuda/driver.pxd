@@ -99,6 +99,14 @@ cdef class Device:
     cdef void leave(self, CUcontext before) noexcept nogil
 
 
+cdef class CapturedGraphs:
+    cdef Device device
+    cdef int *n_alive  # outlives this object, as the graphs may
+    cdef unsigned long long newest
+    cdef bint note_capture(self, CUstream current) except -1
+    cdef int count(self) noexcept
+
+
 cdef class Producers:
     cdef Device device
     cdef set streams

@@ -7,7 +7,7 @@ peer that has died, and holds a lock meanwhile for which every other call may wa
 without the GIL, which the watchdog needs to end those kernels.
 
 The driver is opened at run time, so the same build works on machines with and without CUDA. Owns
-streams and events; knows neither tensors nor NCCL.
+streams and events, and counts graphs; knows neither tensors nor NCCL.
 """
 
 import contextlib
@@ -17,6 +17,7 @@ import torch
 
 from fastcomm.errors import FastcommError, InitError
 
+from libc.stdlib cimport calloc
 from posix.dlfcn cimport RTLD_LOCAL, RTLD_NOW, dlerror, dlopen, dlsym
 from posix.unistd cimport getpid
 
@@ -314,3 +315,58 @@ cdef class Producers:
         if self.device.record_stream is not None:
             if self.are_others(self.device.current_stream()):
                 self.device.record_stream(tensor)
+
+
+cdef class CapturedGraphs:
+    """Counts the living CUDA graphs that have captured collectives of one communicator. Keeps none
+    of them alive; the driver says when one is gone.
+    """
+
+    def __cinit__(self, Device device):
+        self.device = device
+        self.n_alive = <int *>calloc(1, sizeof(int))
+        if self.n_alive == NULL:
+            raise MemoryError("out of memory")
+
+    cdef int count(self) noexcept:
+        """How many are alive."""
+        return self.n_alive[0]
+
+    cdef bint note_capture(self, CUstream current) except -1:
+        """Returns whether the stream is being captured into a CUDA graph. Counts the graph until it
+        and everything made from it are gone.
+        """
+        cdef CUcontext before
+        cdef CUgraph graph = NULL
+        cdef CUuserObject counted = NULL
+        cdef unsigned long long identifier = 0
+        cdef int status = 0, code
+        if current == NULL:  # the legacy default stream, which cannot be captured
+            return False
+        with nogil:  # the stream may be locked by a launch that waits for room
+            before = self.device.enter()  # a default stream is the current device's
+            code = driver.capture_info(current, &status, &identifier, &graph, NULL, NULL)
+            self.device.leave(before)
+            check(code, b"cuStreamGetCaptureInfo")
+            if status == CU_STREAM_CAPTURE_STATUS_ACTIVE and identifier != self.newest:
+                check(driver.create_user_object(&counted, self.n_alive, fastcomm_count_down, 1,
+                                                CU_USER_OBJECT_NO_DESTRUCTOR_SYNC),
+                      b"cuUserObjectCreate")
+                check(driver.retain_user_object(graph, counted, 1, CU_GRAPH_USER_OBJECT_MOVE),
+                      b"cuGraphRetainUserObject")
+                fastcomm_count_up(self.n_alive)
+                self.newest = identifier
+        return status == CU_STREAM_CAPTURE_STATUS_ACTIVE
+
+
+cdef extern from *:
+    """
+    static void fastcomm_count_up(void *counter) {
+        __atomic_add_fetch((int *)counter, 1, __ATOMIC_RELAXED);
+    }
+    static void fastcomm_count_down(void *counter) {
+        __atomic_sub_fetch((int *)counter, 1, __ATOMIC_RELAXED);
+    }
+    """
+    void fastcomm_count_up(void *counter) noexcept nogil
+    void fastcomm_count_down(void *counter) noexcept nogil  # by the driver, on a thread of its own

@@ -1,18 +1,21 @@
 # cython: language_level=3
 """NcclBucket: reduces a flat buffer over NCCL. One call launches all steps: it gathers the
-gradients from where autograd has put them, reduces them, and scatters the result.
+gradients from where autograd has put them, reduces them, and scatters the result. BlockWire reduces
+in 8 bits, which NCCL does not.
 """
 
 import torch
 
 from fastcomm.comm.collective import WEIGHTED_OPS, real_numel
 from fastcomm.comm.transport import ALIKE, BoundBucket, BucketWork
+from fastcomm.transports.cuda.blocks import covered_bits
 
 cimport cython
 from libc.stdint cimport uint32_t, uint64_t
 from libc.stdlib cimport calloc, free
 from libc.string cimport memcpy
 
+from fastcomm.transports.cuda.blocks cimport BLOCK_NUMEL, BlockKernels, coded_block
 from fastcomm.transports.cuda.clock cimport Span
 from fastcomm.transports.cuda.driver cimport (
     CUcontext, CUevent, CUstream, Event, Producers, check, driver, order_streams,
@@ -20,16 +23,112 @@ from fastcomm.transports.cuda.driver cimport (
 from fastcomm.transports.cuda.multi_tensor cimport MultiTensor
 from fastcomm.comm.gathering cimport GatheringBucket
 from fastcomm.comm.gradient_slot cimport GradientSlot
-from fastcomm.transports.nccl.block_wire cimport BlockWire
 from fastcomm.transports.nccl.calls cimport (
-    ALL_REDUCE, NcclCall, call_all, reduce_scatter_v,
+    ALL_GATHER, ALL_REDUCE, RECV, SEND, NcclCall, call_all, reduce_scatter_v,
 )
 from fastcomm.transports.nccl.lane cimport Lane, InFlight
-from fastcomm.transports.nccl.library cimport dtype_number, ncclSuccess, op_number
+from fastcomm.transports.nccl.library cimport dtype_number, ncclComm_t, ncclSuccess, op_number
 from fastcomm.transports.nccl.link cimport Link
 
 
+cdef size_t ALIGNED = 4  # blocks of a row: NCCL copies 16 bytes at a time if rows begin there
 cdef int MAX_KEPT = 2  # buckets whose gradients are kept until they have been flattened
+
+
+cdef class BlockWire:
+    """Reduces the float32 elements of a bucket by bytes with a scale for every 256. NCCL only moves
+    them; kernels add, in float32.
+
+    The elements are cut into a row for each rank, of whole blocks, which may go on behind their
+    end. Each rank sends every other rank its row, adds up its own row, encodes the sum, and sends
+    that to all. All ranks decode the same bytes, also the rank that has made them, so that they end
+    with the same bits. The rank's own part of the sum is not rounded before it is added.
+
+    wire: a flat float32 tensor, with the gradients of these numels at these offsets, and at the
+    end one element for each, the used mask: no rounding may change that, so it is reduced as it is.
+
+    allocate: of the communicator, for memory that outlives what is launched on it.
+    """
+
+    cdef BlockKernels kernels
+    cdef object memory
+    cdef int rank, world_size
+    cdef float *values
+    cdef size_t numel
+    cdef uint32_t *covered
+    cdef uint32_t n_blocks  # of a row
+    cdef coded_block *coded  # a row for each rank, here and in `received`
+    cdef coded_block *received
+    cdef NcclCall *calls
+    cdef size_t n_calls  # of the first group; two more are the second
+
+    def __cinit__(self, Link link, wire, list numels, list offsets, allocate):
+        cdef size_t of_ranks = ALIGNED * BLOCK_NUMEL * link.world_size
+        self.rank, self.world_size = link.rank, link.world_size
+        self.kernels = BlockKernels(link.cuda)
+        self.values = <float *><size_t>wire.data_ptr()
+        self.numel = wire.numel() - len(numels)
+        self.n_blocks = ALIGNED * max(1, (self.numel + of_ranks - 1) // of_ranks)
+        nbytes = 2 * self.n_blocks * link.world_size * sizeof(coded_block)
+        covered = covered_bits(self.numel, numels, offsets)
+        self.memory = allocate(nbytes + covered.numel(), dtype=torch.uint8)
+        self.memory[nbytes:].copy_(covered)
+        self.coded = <coded_block *><size_t>self.memory.data_ptr()
+        self.received = self.coded + link.world_size * self.n_blocks
+        self.covered = <uint32_t *>(self.received + link.world_size * self.n_blocks)
+        self._fill_in_calls(len(numels))
+
+    def __dealloc__(self):
+        free(self.calls)
+
+    cdef int _fill_in_calls(self, size_t n_used) except -1:
+        cdef int r, uint8 = dtype_number(torch.uint8), float32 = dtype_number(torch.float32)
+        cdef size_t n = 0, nbytes = self.n_blocks * sizeof(coded_block)
+        cdef float *mask = self.values + self.numel
+        cdef coded_block *own = self.coded + self.rank * self.n_blocks
+        self.calls = <NcclCall *>calloc(2 * self.world_size, sizeof(NcclCall))
+        if self.calls == NULL:
+            raise MemoryError("out of memory")
+        for r in range(self.world_size):
+            if r != self.rank:
+                coded, received = self.coded + r * self.n_blocks, self.received + r * self.n_blocks
+                self.calls[n] = NcclCall(SEND, coded, NULL, nbytes, uint8, 0, r)
+                self.calls[n + 1] = NcclCall(RECV, NULL, received, nbytes, uint8, 0, r)
+                n += 2
+        self.calls[n] = NcclCall(ALL_GATHER, own, self.coded, nbytes, uint8, 0, 0)
+        self.calls[n + 1] = NcclCall(ALL_REDUCE, mask, mask, n_used, float32, 0, 0)
+        self.n_calls = n
+        return 0
+
+    cdef int reduce_on(
+        self, CUstream stream, ncclComm_t comm, int op, const char **failed
+    ) except -1 nogil:
+        """Launches everything. Returns NCCL's code. op: NCCL's number. failed: see call_all()."""
+        cdef uint32_t n = self.n_blocks, n_of_all = n * self.world_size
+        cdef size_t begin = <size_t>self.rank * n * BLOCK_NUMEL
+        cdef size_t own_numel = self.numel - begin if begin < self.numel else 0
+        cdef float *own = self.values + begin
+        cdef uint32_t *own_covered = self.covered + begin // 32
+        cdef NcclCall *gathering = self.calls + self.n_calls
+        cdef int code = ncclSuccess
+        own_numel = min(own_numel, <size_t>n * BLOCK_NUMEL)
+        self.kernels.encode_on(
+            stream, self.values, self.coded, n_of_all, self.numel, self.covered
+        )
+        if self.n_calls:
+            code = call_all(self.calls, self.n_calls, comm, stream, failed)
+        if code != ncclSuccess:
+            return code
+        self.kernels.add_on(
+            stream, own, self.received, n, own_numel, own_covered, self.world_size, self.rank, op
+        )
+        self.kernels.encode_on(stream, own, self.coded + self.rank * n, n, own_numel, own_covered)
+        gathering[1].op = op
+        code = call_all(gathering, 2, comm, stream, failed)
+        if code != ncclSuccess:
+            return code
+        self.kernels.decode_on(stream, self.values, self.coded, n_of_all, self.numel)
+        return ncclSuccess
 
 
 @cython.freelist(8)

@@ -19,8 +19,7 @@ from fastcomm.comm.transport import Transport
 from fastcomm.errors import FastcommError
 from fastcomm.transports.cuda.clock import Mark
 from fastcomm.transports.nccl import rounds
-from fastcomm.transports.nccl.block_wire import BlockWire
-from fastcomm.transports.nccl.bucket import NcclBucket
+from fastcomm.transports.nccl.bucket import BlockWire, NcclBucket
 
 cimport cython
 from libc.stdint cimport uint32_t, uint64_t

@@ -1,8 +1,7 @@
 from libc.stdint cimport uint32_t, uint64_t
 
 from fastcomm.postmortem.flight_recorder cimport Entry, FlightRecorder
-from fastcomm.transports.cuda.driver cimport Device, Event, Stream
-from fastcomm.transports.cuda.graphs cimport CapturedGraphs
+from fastcomm.transports.cuda.driver cimport CapturedGraphs, Device, Event, Stream
 from fastcomm.transports.nccl.library cimport ncclComm_t
 
 

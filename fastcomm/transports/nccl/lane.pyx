@@ -22,8 +22,9 @@ cimport cython
 from libc.string cimport memcpy
 
 from fastcomm.postmortem.flight_recorder cimport FlightRecorder
-from fastcomm.transports.cuda.driver cimport Device, Event, Stream, check as check_driver, driver
-from fastcomm.transports.cuda.graphs cimport CapturedGraphs
+from fastcomm.transports.cuda.driver cimport (
+    CapturedGraphs, Device, Event, Stream, check as check_driver, driver,
+)
 from fastcomm.transports.nccl.library cimport (
     check, nccl, ncclComm_t, ncclSuccess, ncclUniqueId,
 )

@@ -1,8 +1,7 @@
 from libc.stdint cimport uint64_t
 
 from fastcomm.transports.cuda.clock cimport DeviceClock
-from fastcomm.transports.cuda.driver cimport Device, Stream
-from fastcomm.transports.cuda.graphs cimport CapturedGraphs
+from fastcomm.transports.cuda.driver cimport CapturedGraphs, Device, Stream
 from fastcomm.comm.standing cimport Standing
 from fastcomm.transports.nccl.lane cimport Lane, InFlight
 from fastcomm.transports.nccl.launches cimport Launches
