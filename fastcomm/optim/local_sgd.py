@@ -63,9 +63,8 @@ class LocalSGD(ProcessBound):
     every: the number of steps from one sync to the next: an int, at least 1.
     n_steps: an attribute: how many steps of this rank were counted.
 
-    Between syncs reducer.reduce(), set_weight(), skip_step(), join() and refresh() are refused;
-    grad_norm(), clip_grad_norm_() and nonfinite_count() see this rank's gradients only;
-    check_in_sync() raises FastcommError unless all ranks have just synced.
+    Between syncs norms and clipping see this rank's gradients only, and methods that reduce raise
+    FastcommError.
 
     Raises ValueError or TypeError for a bad reducer or number, and FastcommError on the other ranks
     then. Raises MismatchError, on every rank, for options that differ.

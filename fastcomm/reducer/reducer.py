@@ -273,8 +273,7 @@ class Reducer(ProcessBound):
         some ranks ended earlier, gradients are None. An exception that leaves the block aborts the
         communicator.
 
-        Raises ValueError for reducers with error_feedback, another op than "mean", sparse
-        gradients, bucket sizes still being measured, a ShardedOptimizer, LocalSGD or DiLoCo;
+        Raises ValueError for what does not go with it: docs/compatibility.md lists that;
         TypeError for a state without state_dict() and load_state_dict(). At the end of the block
         raises MismatchError if ranks pass different states, and FastcommError for gradients
         accumulated under no_sync() that were not reduced.
@@ -299,12 +298,8 @@ class Reducer(ProcessBound):
         state: everything that changes from step to step, such as optimizers and schedulers. Ranks
             that are behind load it.
 
-        A process that replaces a lost one is started with its rank and calls fastcomm.init(),
-        attach() and elastic() as the first ones did. It joins before the next batch of the others.
-        n_rounds, reducer.comm.rank and world_size tell it where it stands. The loop ends on all
-        ranks as soon as one rank has no batch left.
-
-        Errors of collectives that you call in the loop are raised as usual.
+        A process that replaces a lost one runs the same script, and joins before the next batch.
+        The loop ends on all ranks as soon as one rank has no batch left.
 
         Raises ValueError for reducers with a ShardedOptimizer, LocalSGD or DiLoCo, and inside
         join(); TypeError for a state without state_dict() and load_state_dict(); FastcommError for
@@ -329,7 +324,7 @@ class Reducer(ProcessBound):
 
         A step has loader.virtual_ranks microbatches, of which each rank gets its part. Each begins
         with .grad None, the buffers of the step's beginning, and generators seeded by its step and
-        number. What is in .grad after it is the reducer's, and is added by a tree that is the same
+        number. After a microbatch the reducer takes .grad, and adds it by a tree that is the same
         on any number of ranks. After the step's last microbatch the sum is reduced and divided.
 
         buffers: after a step, those that a microbatch has changed are the mean over all, or those
@@ -409,10 +404,8 @@ class Reducer(ProcessBound):
         ranks, computed in float32 or wider. Raises FastcommError for gradients that were not
         reduced.
 
-        Does not wait for the device. Over NCCL it takes one pass over each bucket. Over shared
-        memory the reduction computes it from the round after the first call on, unless you wrote to
-        gradients since. Writes that torch does not see (.data, NumPy) are noticed if they change
-        all of a gradient.
+        Does not wait for the device. Writes to gradients that torch does not see (.data, NumPy) are
+        noticed if they change all of a gradient.
         """
         self.core.require_all_reduced()
         return statistics.norm(self.core.buckets, self.core.comm)
@@ -502,10 +495,8 @@ class Reducer(ProcessBound):
         each with the phase in which it was late, and the cost. Equal on all ranks. Empty if no rank
         is late by 5% of a step. Not collective.
 
-        The ranks exchange times about every 2 s, after a round. Call it on every rank: from the
-        first call on two hooks on the model tell forward from loading data. Rank 0 logs a warning
-        by itself if a rank costs all ranks a tenth of their time, three times in a row. Over NCCL
-        it uses the device's time of 16 rounds, and stops once a CUDA graph was captured.
+        The ranks exchange times about every 2 s. Call it on every rank: from the first call on two
+        hooks on the model tell forward from loading data.
         """
         self.core.stragglers.watch(self.core.model())
         return list(self.core.stragglers.newest)

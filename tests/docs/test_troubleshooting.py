@@ -17,11 +17,11 @@ from Cython.Compiler.TreeFragment import parse_from_strings
 ROOT = Path(__file__).resolve().parent.parent.parent
 PAGE = ROOT / "docs" / "reference" / "errors.md"
 VARIES = "…"
-# Needs no entry: an imperative, what an argument must be, a part of "… cannot be read: …".
+# Needs no entry: an imperative, a question, what must be, or a part of "… cannot be read: …".
 SAID = re.compile(
     r"[:;,.] (or |and )?(attach|build|call|capture|change|choose|clone|define|detach|enter|fill|"
     r"freeze|give|go|keep|leave|let|load|loop|make|move|name|pass|pip install|restore|run|see|set|"
-    r"skip|start|take|train|turn|unset|use|wait)\b|\bmust |; got |: torch\.tensor|"
+    r"skip|start|take|train|turn|unset|use|wait)\b|\bmust |; got |\?|: torch\.tensor|"
     r"^the (note|number|claim) |has (sent|announced|got) ",
     re.IGNORECASE,
 )

@@ -1,4 +1,4 @@
-"""What other projects' launchers do with a job that loses a rank: the table in docs/elastic.md.
+"""What other projects' launchers do with a job that loses a rank: see docs/elastic.md.
 Skips those that this machine does not have; ci/launchers.sh brings OpenMPI and MPICH.
 """
 
