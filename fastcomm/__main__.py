@@ -189,7 +189,6 @@ def diagnose(folder: Path) -> int:
 
 
 def demo(arguments: list[str]) -> NoReturn:
-    """On two ranks."""
     path = script("examples", "train_gpt")
     sys.path.insert(0, str(path.parent))
     # What is wrong with the arguments is said once, not by each rank.

@@ -212,7 +212,6 @@ def unpacked(fingerprint: int) -> tuple[int, int]:
 
 
 def refuse_dtype(dtype: object, known: Iterable[torch.dtype], name: str = "dtype") -> NoReturn:
-    """Raises TypeError."""
     raise TypeError(f"{name} must be one of {', '.join(map(name_of, known))}; got {dtype}")
 
 
@@ -283,13 +282,11 @@ def refuse_tensor(tensor: object, backend: str, device: torch.device) -> NoRetur
 
 
 def refuse_without_memory(tensor: Tensor) -> None:
-    """Raises ValueError for a tensor that lacks memory."""
     if lacks_memory(tensor):
         raise ValueError(f"the tensor {without_memory(tensor)}")
 
 
 def refuse_error_feedback(backend: str) -> NoReturn:
-    """Raises ValueError."""
     raise ValueError(
         f"over {backend}, error_feedback=True is not possible: only the transports group and "
         "hierarchical keep what a wire_dtype drops. Leave it out, or pass it where "

@@ -222,7 +222,6 @@ def _not_plain(error: Exception) -> str | None:
 
 
 def _read(rank: int, packed: bytes, map_location: Any) -> Any:
-    """What a rank has sent."""
     saved = packed[_SEAL_NBYTES:]
     # Of the formats that torch reads, only this one knows how long each of its tensors is.
     if _sealed(saved) != packed or not saved.startswith(_ZIP):

@@ -89,7 +89,6 @@ def waited(seconds: float) -> str:
 
 
 def waits(rank: int, number: int, what: object) -> str:
-    """What a rank waits for. what: a collective."""
     return f"rank {rank} waits for collective number {number}, {what}"
 
 

@@ -52,7 +52,6 @@ def values(step: Step) -> list[tuple[str, float]]:
 
 
 def table(joined: Joined) -> str:
-    """The summary as text."""
     rounds = joined.rounds()
     if not rounds:
         return f"{joined.what}: no step yet that all ranks have recorded"

@@ -142,7 +142,6 @@ class Step:
 
 
 def length(intervals: Sequence[Interval]) -> int:
-    """The length of the union of the intervals."""
     total, reached = 0, 0
     for begin, end in sorted(intervals):
         total += max(0, end - max(begin, reached))

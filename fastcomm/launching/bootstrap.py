@@ -299,7 +299,6 @@ def meet_in_group(group: dist.ProcessGroup, timeout: timedelta) -> StoreBootstra
 def meet(
     init_method: str, rank: int | None, world_size: int | None, timeout: timedelta
 ) -> StoreBootstrap:
-    """Opens the store that init_method names."""
     place = _parsed(init_method)
     is_alone = place.scheme == "env" and world_size == 1
     is_served = False

@@ -73,7 +73,6 @@ def local_rank(rank: int | None, world_size: int | None) -> int | None:
 
 
 def number(name: str) -> int:
-    """The value of an environment variable. Raises InitError."""
     value = _value(name)
     if not value.isdecimal():
         raise InitError(f"the environment variable {name} must be a number; it is {value!r}")

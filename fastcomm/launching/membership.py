@@ -522,7 +522,6 @@ def connect_members(
 
 
 def _look_for(members: Collection[Member]) -> None:
-    """Raises PeerLostError if a process of this host has ended."""
     for rank, member in enumerate(members):
         if member.has_ended():
             raise PeerLostError(f"{Process(rank, member.pid).in_words()} {GONE}", [rank])

@@ -569,7 +569,6 @@ class _LocalSteps(RoundExtension):
         self.syncs._count(stepped)
 
     def refuse_unsynced(self) -> None:
-        """Raises FastcommError if this rank has made a step since the ranks synced."""
         if not self.syncs._is_agreed:
             raise FastcommError(
                 "it has made steps of its own since the ranks synced: call sync() of "

@@ -40,7 +40,6 @@ _REFUSED = {
 
 
 def refuse(optimizer_class: object, defaults: dict[str, Any], core: Core) -> None:
-    """Raises TypeError or ValueError for what cannot be sharded."""
     if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer)):
         raise misuse(optimizer_class)
     for refused, why in _REFUSED.items():
@@ -63,7 +62,6 @@ def misuse(given: object) -> TypeError:
 
 
 def refuse_groups(groups: list[dict[str, Any]], named: dict[str, Parameter]) -> None:
-    """Raises ValueError for parameters that are missing, or not the reducer's."""
     given = {parameter for group in groups for parameter in group["params"]}
     for name, parameter in named.items():
         if parameter not in given:

@@ -461,7 +461,6 @@ class _ShardedBy(RoundExtension):
         self._reference = weakref.ref(optimizer)
 
     def optimizer(self) -> ShardedOptimizer:
-        """Raises FastcommError if it is gone."""
         optimizer = self._reference()
         if optimizer is None:
             raise FastcommError(
@@ -502,7 +501,6 @@ class _ShardedBy(RoundExtension):
                 bucket.shard.drop()
 
     def before_step(self, optimizer: object) -> None:
-        """Raises FastcommError for another optimizer."""
         if optimizer is not self.optimizer():
             raise FastcommError(
                 f"this {type(optimizer).__name__} has parameters that a ShardedOptimizer steps: "

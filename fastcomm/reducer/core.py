@@ -119,7 +119,6 @@ class Core(CoreFlags):
         return None if self._model is None else self._model()
 
     def model(self) -> Model:
-        """The attached model. Raises ValueError if there is none."""
         model = self.find_model()
         if model is None:
             raise ValueError(_NO_MODEL)
@@ -320,7 +319,6 @@ class Core(CoreFlags):
         self.extensions = [one for one in self.extensions if one is not extension]
 
     def find(self, kind: type[E]) -> E | None:
-        """The extension of this kind that is installed; or None."""
         for extension in self.extensions:
             if isinstance(extension, kind):
                 return extension
@@ -577,7 +575,6 @@ class Core(CoreFlags):
     # -- optimizers' steps -------------------------------------------------------------------------
 
     def slots_of(self, parameters: Sequence[Tensor]) -> list[SteppedSlots]:
-        """The parameters' slots in each bucket."""
         return slots_in(self.buckets, parameters)
 
     def before_step(self, optimizer: Optimizer, stepped: list[SteppedSlots]) -> None:

@@ -98,7 +98,6 @@ def _count_nonfinite(gradients: list[Tensor], device: torch.device) -> Tensor:
 
 
 def _total(counts: list[Tensor], device: torch.device) -> Tensor:
-    """The sum of counts, if there are any."""
     zero = torch.zeros((), dtype=torch.int64, device=device)
     return torch.stack(counts).sum() if counts else zero
 

@@ -236,7 +236,6 @@ class ProcessGroup(dist.ProcessGroup):
     # -- what the group knows of itself --
 
     def look_for(self, ranks: list[int]) -> None:
-        """Raises PeerLostError when one of `ranks` is known to be lost."""
         comm = self._cpu.comm
         known = getattr(comm.failure, "ranks", ())
         here = ended(one for one in self._peers if one.rank in ranks)

@@ -71,7 +71,6 @@ class Compiled:
         self._first = weakref.ref(buckets[0])
 
     def _refuse_unattached(self, buckets: Sequence[Bucket]) -> None:
-        """Raises ValueError if the module has none of the reducer's parameters."""
         own = {id(parameter) for parameter in self._model.parameters()}
         if own.isdisjoint(_bucket_of(buckets)):
             raise ValueError(

@@ -228,7 +228,6 @@ def _about(joined: Core, asked: Core) -> str:
 
 
 def _refuse_pending(core: Core) -> None:
-    """Raises FastcommError for gradients that would be lost."""
     for bucket in core.buckets if core.n_unsynced else ():
         for slot in bucket.gradients.unsynced_slots():
             raise FastcommError(

@@ -84,7 +84,6 @@ class Progress(NamedTuple):
 
 
 def refuse_stateless(states: Iterable[object]) -> None:
-    """Raises TypeError for what has no state to load."""
     for one in states:
         if not (hasattr(one, "state_dict") and hasattr(one, "load_state_dict")):
             raise TypeError(

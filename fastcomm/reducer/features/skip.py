@@ -67,7 +67,6 @@ class Skipping(RoundExtension):
         self._comm = comm
 
     def forget(self) -> None:
-        """Forget the vote."""
         self.vote: str | None = None
         self._clear()
 

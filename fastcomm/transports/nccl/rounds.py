@@ -23,7 +23,6 @@ _POLL_S = 50e-6  # little beside a round; the rank has nothing else to do
 
 
 def refuse_in_join(comm: NcclCommunicator) -> None:
-    """Raises FastcommError for a collective that a rank without data would not hear of."""
     if comm.open_join is not None:
         raise FastcommError(
             "over NCCL ranks inside join() reduce gradients alone, as a rank without data would "
