@@ -14,11 +14,11 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 CODE = (".py", ".pyx", ".pxd", ".pyi", ".c", ".h", ".cpp", ".cu", ".cuh", ".sh", ".md")
 BUDGETS = {
-    "fastcomm": 27990,
+    "fastcomm": 28100,
     "kernels": 3615,
-    "tests": 46955,
+    "tests": 47110,
     "bench": 7000,
-    "docs": 4155,
+    "docs": 4190,
 }
 GENERATED = rb"(?s)<!-- fastcomm\..*?<!-- end -->"
 SLACK = 0.01  # so that not every commit has to change this file

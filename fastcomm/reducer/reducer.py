@@ -309,10 +309,14 @@ class Reducer(ProcessBound):
         """
         from fastcomm.reducer.features.elastic import elastic
 
-        return elastic(self.core, iter(batches), list(state))
+        return elastic(self.core, list(state)).loop(iter(batches))
 
     def virtual(
-        self, loader: VirtualLoader, *, buffers: Literal["mean", "first"] = "mean"
+        self,
+        loader: VirtualLoader,
+        *,
+        buffers: Literal["mean", "first"] = "mean",
+        state: Iterable[Stateful] | None = None,
     ) -> Iterator[VirtualStep]:
         """For a training whose steps have the same bits on any number of ranks. Goes through what
         is left of the loader's epoch. Every rank goes through it.
@@ -324,27 +328,35 @@ class Reducer(ProcessBound):
 
         A step has loader.virtual_ranks microbatches, of which each rank gets its part. Each begins
         with .grad None, the buffers of the step's beginning, and generators seeded by its step and
-        number. After a microbatch the reducer takes .grad, and adds it by a tree that is the same
-        on any number of ranks. After the step's last microbatch the sum is reduced and divided.
+        number. Make one backward for each, and others before it in no_sync(). Its gradients are
+        added by a tree that is the same on any number of ranks. The backward of a rank's last
+        microbatch reduces the sums, as any backward does: an optimizer steps with their mean.
 
         buffers: after a step, those that a microbatch has changed are the mean over all, or those
             of the first one.
+        state: everything that changes from step to step, such as optimizers and schedulers. With
+            it the loop continues when ranks are lost, and with processes that take their place, as
+            elastic() does: the lost step begins again, shared out among the ranks there are, and
+            has the bits that it would have had. Processes that come call init(), attach() and
+            virtual().
 
         The bits depend on the program, data, seed, number of virtual ranks, torch build, kind of
         processor and number of threads. loader.state_dict() keeps them in a checkpoint. The logger
         "fastcomm.virtual" tells of each step, at level DEBUG.
 
         If the loop over a step is left, by an exception or a break, the other ranks raise
-        AbandonedError; the step begins again with the next call of virtual().
+        AbandonedError, or begin the step again if they have given a state; without one the step
+        begins again with the next call of virtual().
 
         Raises ValueError for what does not go with it: docs/compatibility.md lists that;
         FastcommError for more than 2 ranks over NCCL, with gradients of 16 bits, or on hosts that
-        have not 1, 2, 4, 8, ... ranks each, numbered host by host, and for backwards outside a
-        step; MismatchError, on every rank, where ranks have different loaders, threads or kernels.
+        have not 1, 2, 4, 8, ... ranks each, numbered host by host, for backwards outside a step,
+        and for a second one in the last microbatch; MismatchError, on every rank, where ranks have
+        different loaders, threads or kernels; with a state as elastic().
         """
         from fastcomm.reducer.features.virtual import Virtual
 
-        return Virtual(self.core, self.reduce, loader, buffers).steps()
+        return Virtual(self.core, self.reduce, loader, buffers, state).steps()
 
     # -- steps that the ranks drop -----------------------------------------------------------------
 

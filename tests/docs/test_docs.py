@@ -55,9 +55,16 @@ def blocks(page: Path) -> list[str]:
 
 @pytest.mark.parametrize("page", list(filter(blocks, PAGES)), ids=lambda page: page.name)
 def test_python_on_a_page_runs_on_two_ranks_on_any_device(page: Path, tmp_path: Path) -> None:
-    script = tmp_path / f"{page.stem}.py"
-    script.write_text("\n".join(blocks(page)))
-    printed_by(script, folder=tmp_path)
+    parts = [""]
+    for block in blocks(page):
+        # Ranks that make two process groups at one port may meet at the store of the first.
+        if "init_process_group(" in block and "init_process_group(" in parts[-1]:
+            parts.append("")
+        parts[-1] += f"{block}\n"
+    for i, part in enumerate(parts):
+        script = tmp_path / f"{page.stem}_{i}.py"
+        script.write_text(part)
+        printed_by(script, folder=tmp_path)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there the device is a real one")

@@ -122,6 +122,17 @@ def test_a_training_goes_on_without_a_lost_rank_and_takes_in_another() -> None:
     assert len(re.findall(r"\[rank 1\] came at step \d+", done.stdout)) == 1
 
 
+def test_any_number_of_ranks_prints_the_hashes_of_one_and_so_does_one_that_is_lost() -> None:
+    command = ("-m", "fastcomm", "run", "--threads", "1", "--ranks")
+    script = ROOT / "examples" / "any_number_of_ranks.py"
+    through_a_loss = python(*command, "4", "--replace", "1", script)
+    assert "rank 3 has come" in through_a_loss.stderr
+    expected = re.findall(r"epoch .*", through_a_loss.stdout)
+    assert len(expected) >= 5
+    done = python(*command, "1", script, "--epochs", str(len(expected)))
+    assert re.findall(r"epoch .*", done.stdout) == expected
+
+
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     """The losses of a run of the training script, which stops and resumes."""

@@ -39,8 +39,8 @@ MUTATIONS = (
         name="group: a mean is scaled in the wire's dtype",
         file=SHARDS,
         within="Chunk.prepare",
-        old="self._part.mul_(1 / self._exchange.world_size)",
-        new="self._sent.copy_(self._part)\nself._sent.mul_(1 / self._exchange.world_size)\nreturn",
+        old="self._part.mul_(1 / self._divisor)",
+        new="self._sent.copy_(self._part)\nself._sent.mul_(1 / self._divisor)\nreturn",
         tests=("tests/reducer/test_wires.py",),
     ),
     Mutation(

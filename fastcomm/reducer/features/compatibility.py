@@ -123,7 +123,6 @@ REFUSALS: tuple[tuple[Feature, tuple[Feature, ...], str], ...] = (
             Feature.LOCAL_STEPS,
             Feature.JOIN,
             Feature.WEIGHTS,
-            Feature.REBUILD,
         ),
         "the steps of virtual() have the same bits on any number of ranks, and all microbatches "
         "count alike: leave it out",

@@ -9,6 +9,7 @@ follows (Reducer.refresh), and ranks that are behind load the state of one that 
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -134,7 +135,7 @@ def _catch_up(reducers: Sequence[Core], states: Sequence[Stateful]) -> None:
 # ---- the loop ------------------------------------------------------------------------------------
 
 
-def elastic(core: Core, batches: Iterator[T], state: Sequence[Stateful]) -> Iterator[T]:
+def elastic(core: Core, state: Sequence[Stateful]) -> Elastic:
     """See Reducer.elastic."""
     core.model()
     refuse_stateless(state)
@@ -146,7 +147,7 @@ def elastic(core: Core, batches: Iterator[T], state: Sequence[Stateful]) -> Iter
             "elastic() takes ranks that fastcomm.init() has brought together by init_method, "
             "where they can meet again"
         )
-    return Elastic(reducers, state).loop(batches)
+    return Elastic(reducers, state)
 
 
 class Elastic(RoundExtension):
@@ -175,6 +176,12 @@ class Elastic(RoundExtension):
         return sum(one.n_rounds for one in self._reducers)
 
     def loop(self, batches: Iterator[T]) -> Iterator[T]:
+        with self.installed():
+            yield from self._batches(batches)
+
+    @contextlib.contextmanager
+    def installed(self) -> Iterator[None]:
+        """In the block losses are survived. Ranks that have met again before it become equal."""
         if any(one.find(Elastic) for one in self._reducers):
             raise FastcommError(
                 f"elastic() is under way already on rank {self._comm.rank}: leave that loop first, "
@@ -184,7 +191,7 @@ class Elastic(RoundExtension):
             one.install(self)
         try:
             self._begin()
-            yield from self._batches(batches)
+            yield
         finally:
             for one in self._reducers:
                 one.remove(self)
@@ -198,21 +205,23 @@ class Elastic(RoundExtension):
             if not self._again and not fresh:
                 fresh.append(next(batches, _NO_BATCH))
             coming = self._again or fresh
-            have_all = self._vote(coming[0] is not _NO_BATCH)
+            have_all = self.vote(coming[0] is not _NO_BATCH)
             if have_all is None:
-                self._go_on()
                 continue
             if not have_all:
                 return
             self._taken.append(coming.pop(0))
             yield self._taken[-1]
-            if self.survived is not None and self._comm.failure is not None:
-                self._go_on()
-            self.survived = None
+            self.end_step()
 
-    def _vote(self, has_batch: bool) -> bool | None:
-        """Whether all ranks have a batch; None: they must meet again, as a rank is lost, or
-        processes wait, which are taken in between two steps.
+    def end_step(self) -> None:
+        if self.survived is not None and self._comm.failure is not None:
+            self.go_on()
+        self.survived = None
+
+    def vote(self, has_batch: bool) -> bool | None:
+        """Whether all ranks have a batch; None: the ranks have met again, as one is lost, or as
+        processes waited, which are taken in between two steps. Ask again then.
         """
         comm = self._comm
         while True:
@@ -224,8 +233,11 @@ class Elastic(RoundExtension):
             except AbandonedError:  # of the step before
                 continue
             except _SURVIVED:
-                return None
-            return bool(have_batches) if is_complete else None
+                is_complete = False
+            if is_complete:
+                return bool(have_batches)
+            self.go_on()
+            return None
 
     def _is_awaited(self) -> bool:
         comm, now = self._comm, time.monotonic()
@@ -264,13 +276,12 @@ class Elastic(RoundExtension):
         self._again, self._taken = self._taken + self._again, []
 
     def _begin(self) -> None:
-        """Ranks that have met again before the loop become equal now."""
         try:
             _catch_up(self._reducers, self._state)
         except _SURVIVED:  # another was lost meanwhile
-            self._go_on()
+            self.go_on()
 
-    def _go_on(self) -> None:
+    def go_on(self) -> None:
         """Brings the ranks together again, and makes them equal. What was accumulated is gone."""
         self._take_again()
         while True:

@@ -6,8 +6,9 @@ the buffers that the step began with, and with generators seeded by its step and
 nothing that came before it on this rank changes it.
 
 Leaves are added by one binary tree over all virtual ranks, and the sum is divided once, by their
-number. A rank carries the leaves below one node of that tree, and adds them as they come. Then the
-ranks reduce: to add the sums of two ranks is the last node.
+number. A rank carries the leaves below one node of that tree, and adds them as they come. The
+backward of its last leaf reduces the sums, each bucket as soon as it is full: to add the sums of
+two ranks is the last node.
 """
 
 from __future__ import annotations
@@ -15,26 +16,30 @@ from __future__ import annotations
 import contextlib
 import logging
 import zlib
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 from torch.nn import Parameter
 
 from fastcomm.comm.collective import HALVES, largest_half
-from fastcomm.comm.objects import gather_objects, naming
-from fastcomm.errors import FastcommError, MismatchError
+from fastcomm.comm.objects import naming
+from fastcomm.errors import AbandonedError, FastcommError
 from fastcomm.reducer import validation
 from fastcomm.reducer.extension import RoundExtension
 from fastcomm.reducer.features.compatibility import Feature, check
+from fastcomm.reducer.features.elastic import Elastic, elastic
+from fastcomm.reducer.features.progress import Stateful
 from fastcomm.reducer.features.virtual_loader import VirtualLoader
-from fastcomm.reducer.round import Round
+from fastcomm.reducer.round import Round, State
 
 if TYPE_CHECKING:
     from fastcomm.reducer.core import Core
 
 _log = logging.getLogger("fastcomm.virtual")
+_VIRTUAL = validation.CollectiveCall("virtual()", "steps", "cannot make its steps")
 Leaf = list[Tensor | None]
 
 
@@ -66,9 +71,11 @@ class PartialSums:
             leaf, size = _added(self._sums.pop()[1], leaf), 2 * size
         self._sums.append((size, leaf))
 
-    def total(self) -> Leaf:
-        """The sum of all; none may be pushed any more."""
-        _, right = self._sums.pop()
+    def total(self, last: Leaf | None = None) -> Leaf:
+        """The sum of all; none may be pushed any more. last: the last leaf, where it was not
+        pushed, as it is not to be written to.
+        """
+        right = self._sums.pop()[1] if last is None else last
         while self._sums:
             right = _added(self._sums.pop()[1], right)
         return right
@@ -76,7 +83,7 @@ class PartialSums:
 
 @torch.no_grad()
 def _added(left: Leaf, right: Leaf) -> Leaf:
-    """Adds in place. What is missing changes nothing, as -0.0 would."""
+    """Adds in place, to what is left. What is missing changes nothing, as -0.0 would."""
     pairs = [(a, b) for a, b in zip(left, right, strict=True) if a is not None and b is not None]
     if pairs:
         torch._foreach_add_(*map(list, zip(*pairs, strict=True)))
@@ -143,61 +150,117 @@ class Virtual(RoundExtension):
     """The loop of Reducer.virtual()."""
 
     def __init__(
-        self, core: Core, reduce: Callable[[], None], loader: VirtualLoader, buffers: str
+        self,
+        core: Core,
+        reduce: Callable[[], None],
+        loader: VirtualLoader,
+        buffers: str,
+        state: Iterable[Stateful] | None,
     ) -> None:
         """reduce: Reducer.reduce."""
         if buffers not in ("mean", "first"):
             raise ValueError(f'buffers must be "mean" or "first"; got {buffers!r}')
         self._core, self._reduce, self._loader, self._rule = core, reduce, loader, buffers
-        self._is_reducing = False
+        self._elastic = None if state is None else elastic(core, [*state, loader])
+        self._awaits_round = False  # the one that the last leaf of a step opens
+        self._is_abandoned = False  # the step is, and begins again
+        self._is_through = False  # this rank is, with its microbatches
+        self._sums: list[PartialSums] = []  # of the leaves before it, by bucket
 
     def features(self) -> Mapping[Feature, str]:
         return {Feature.VIRTUAL: "virtual()"}
 
     def before_round(self, round: Round) -> None:
-        """The sum over the leaves is divided once, when all is added."""
-        if not self._is_reducing or round.op != "mean":
+        if not self._awaits_round or round.op != "mean":
             raise FastcommError(
-                "a step of virtual() reduces once, after its last microbatch, and all microbatches "
-                "count alike: make all backwards in the loop over a step, without set_weight()"
+                "a step of virtual() reduces once, in the backward of its last microbatch, and all "
+                "microbatches count alike: make one backward for each microbatch, others before it "
+                "in no_sync(), and no set_weight()"
             )
-        round.op = "sum"
+        round.before_launch = self._add_last
+        if not self._divides_in_round:
+            round.op = "sum"
+
+    def after_round(self, round: Round) -> None:
+        self._awaits_round, self._is_abandoned = False, round.state is State.ABANDONED
+
+    @property
+    def _divides_in_round(self) -> bool:
+        """Whether a mean over the ranks is rounded where that over the leaves is."""
+        comm, dtypes = self._core.comm, {bucket.dtype for bucket in self._core.buckets}
+        is_one_each = comm.world_size == self._loader.virtual_ranks
+        return is_one_each and comm.adds_by_tree and dtypes.isdisjoint(HALVES)
+
+    def _add_last(self, number: int) -> None:
+        """The gradients in a bucket, those of the last leaf, become the sums over this rank's."""
+        parameters, sums = self._core.buckets[number].parameters, self._sums[number]
+        for parameter, total in zip(parameters, sums.total(gradients_of(parameters)), strict=True):
+            if parameter is not None:
+                parameter.grad = total
 
     def steps(self) -> Iterator[VirtualStep]:
-        core, loader = self._core, self._loader
+        core = self._core
         check(Feature.VIRTUAL, core.features())
-        _refuse_model(core.model())
-        _refuse_ranks(core, loader.virtual_ranks)
-        own = ranges(range(loader.virtual_ranks), core.comm.world_size)[core.comm.rank]
-        self._compare()
-        batches = loader.microbatches(own)
-        core.install(self)
-        try:
-            for _ in range(len(loader) - loader.step % len(loader)):
-                step = VirtualStep(loader.step, self._leaves(loader.step, own, batches))
-                try:
-                    yield step
-                finally:
-                    step.close()
-                if loader.step == step.number:
-                    raise FastcommError(
-                        f"step {step.number} of virtual() has microbatches left: go through all of "
-                        "them, on every rank (skip_step() drops a step)"
-                    )
-        finally:
-            core.remove(self)
+        if core.find(Elastic):
+            raise FastcommError(
+                "virtual() was called inside elastic(): leave elastic() out, and give virtual() "
+                "the state that is to survive, as state=[optimizer]"
+            )
+        with self._elastic.installed() if self._elastic else contextlib.nullcontext():
+            core.install(self)
+            try:
+                yield from self._steps()
+            finally:
+                core.remove(self)
 
-    def _compare(self) -> None:
-        """Collective. Raises MismatchError, on every rank, where the bits would differ."""
-        own = {**self._loader.state_dict(), "buffers": self._rule}
-        everyones = gather_objects(self._core.comm, own, "virtual()")
-        for name in own:
-            values = [one[name] for one in everyones]
-            if any(value != values[0] for value in values):
-                raise MismatchError(
-                    f"virtual() differs between ranks: {name} is "
-                    f"{', '.join(f'{value} on rank {r}' for r, value in enumerate(values))}"
+    def _steps(self) -> Iterator[VirtualStep]:
+        loader, elastic = self._loader, self._elastic
+        end = (loader.epoch + 1) * len(loader)
+        shared: tuple[range, Iterator[Any]] | None = None
+        while True:
+            has_step = loader.step < end
+            if elastic is not None:
+                voted = elastic.vote(has_step)
+                if voted is None:
+                    shared = None
+                    continue
+                has_step = voted
+            if not has_step:
+                return
+            try:
+                shared = shared or self._share_out()
+            except FastcommError as error:
+                if elastic is None or not elastic.survives(error):
+                    raise
+                elastic.go_on()
+                continue
+            step = VirtualStep(loader.step, self._leaves(loader.step, *shared))
+            self._is_through = False
+            try:
+                yield step
+            finally:
+                step.close()
+            if not self._is_through:
+                raise FastcommError(
+                    f"step {step.number} of virtual() has microbatches left: go through all of "
+                    "them, on every rank (skip_step() drops a step)"
                 )
+            if elastic is not None:
+                elastic.end_step()
+            if self._is_abandoned:
+                shared = None
+
+    def _share_out(self) -> tuple[range, Iterator[Any]]:
+        """This rank's virtual ranks, and their microbatches. Collective. Raises, on every rank,
+        where the bits would differ.
+        """
+        core, loader = self._core, self._loader
+        with validation.agreeing(core.comm, _VIRTUAL) as described:
+            _refuse_model(core.model())
+            _refuse_ranks(core, loader.virtual_ranks)
+            described |= {**loader.state_dict(), "buffers": self._rule}
+        own = ranges(range(loader.virtual_ranks), core.comm.world_size)[core.comm.rank]
+        return own, loader.microbatches(own)
 
     def _leaves(
         self, number: int, own: range, batches: Iterator[Any]
@@ -205,74 +268,95 @@ class Virtual(RoundExtension):
         """The microbatches of this rank in one step; then reduces."""
         core, loader = self._core, self._loader
         parameters = [p for bucket in core.buckets for p in bucket.parameters if p is not None]
-        buffers, sums = Buffers(core.model(), self._rule), PartialSums()
-        before, core.reduces_backwards = core.reduces_backwards, False
+        buffers, self._sums = (
+            Buffers(core.model(), self._rule),
+            [PartialSums() for _ in core.buckets],
+        )
+        before = core.reduces_backwards, core.overlap
+        # several streams may make gradients; at the end of a backward they have come together
+        core.overlap = core.overlap and not (core.comm.has_streams and len(own) > 1)
         try:
             for v in own:
+                core.reduces_backwards = self._awaits_round = v == own[-1]
+                self._is_abandoned = False
                 batch = next(batches)
                 for parameter in parameters:
                     parameter.grad = None
                 buffers.reset()
                 loader.seed_leaf(number, v, core.comm.device)
                 yield batch
-                sums.push(_leaf_of(parameters))
+                if v != own[-1]:
+                    self._push_leaf()
                 buffers.note_leaf()
-            for parameter, gradient in zip(parameters, sums.total(), strict=True):
-                parameter.grad = gradient
+            if self._awaits_round:
+                self._reduce()
+            if self._is_abandoned and self._elastic is None:
+                raise AbandonedError(f"step {number} of virtual() was abandoned on this rank")
         except BaseException as error:  # GeneratorExit, where the user's code has raised
             buffers.reset()
             self._abandon(error)
             raise
         finally:
-            core.reduces_backwards = before
-        try:
-            self._is_reducing = True
-            self._reduce()
-            self._divide()
-        except BaseException:
+            core.reduces_backwards, core.overlap = before
+        if core.skipped or self._is_abandoned:
             buffers.reset()
-            core.drop_step()  # no rank is to step with an undivided sum
-            raise
-        finally:
-            self._is_reducing = False
-        with naming("virtual()"):
-            if core.skipped:
-                buffers.reset()
-            else:
-                buffers.settle(core, loader.virtual_ranks)
+        else:
+            self._divide()
+            self._settle(buffers)
+        self._is_through = True
+        if self._is_abandoned:
+            return
         loader.seed_leaf(number, loader.virtual_ranks, core.comm.device)
         loader.step = number + 1
         if core.comm.rank == 0 and _log.isEnabledFor(logging.DEBUG):
             gradients, values = _checksum([p.grad for p in parameters]), _checksum(parameters)
             _log.debug("step %d: gradients %08x, parameters %08x", number, gradients, values)
 
+    def _settle(self, buffers: Buffers) -> None:
+        try:
+            with naming("virtual()"):
+                buffers.settle(self._core, self._loader.virtual_ranks)
+        except FastcommError as error:
+            buffers.reset()
+            self._core.drop_step()
+            if self._elastic is None or not self._elastic.survives(error):
+                raise
+            self._elastic.survived, self._is_abandoned = error, True
+
+    def _push_leaf(self) -> None:
+        """The gradients there are have not been reduced: those of a leaf that is not the last."""
+        seen: set[int] = set()
+        for bucket, sums in zip(self._core.buckets, self._sums, strict=True):
+            leaf = gradients_of(bucket.parameters)
+            for i, gradient in enumerate(leaf):
+                if gradient is not None:
+                    address = gradient.untyped_storage().data_ptr()
+                    if address in seen:  # and sums are made in place
+                        leaf[i] = gradient.clone()
+                    seen.add(address)
+            sums.push(leaf)
+
     def _abandon(self, error: BaseException) -> None:
         """The step has ended in the middle, on this rank: the others are not to wait for it."""
-        self._is_reducing = True
-        with contextlib.suppress(FastcommError):
-            self._core.open().abandon(error)
-        self._is_reducing = False
+        if not self._is_abandoned:
+            self._awaits_round = True
+            with contextlib.suppress(FastcommError):
+                self._core.open().abandon(error)
+            self._awaits_round = False
         self._core.drop_step()
 
     @torch.no_grad()
     def _divide(self) -> None:
-        """Writes to the gradients, so that no norm that the reduction has counted holds."""
+        """Norms are to be those of any number of ranks, and not what this reduction has counted."""
         for bucket in self._core.buckets:
-            bucket.flat[: bucket.numel].div_(self._loader.virtual_ranks)
+            if self._divides_in_round:
+                increment_version([bucket.flat])
+            else:
+                bucket.flat[: bucket.numel].div_(self._loader.virtual_ranks)
 
 
-def _leaf_of(parameters: Sequence[Parameter]) -> Leaf:
-    """The gradients, each in memory of its own: sums are made in place."""
-    leaf: Leaf = []
-    seen: set[int] = set()
-    for parameter in parameters:
-        gradient = parameter.grad
-        if gradient is not None:
-            address = gradient.untyped_storage().data_ptr()
-            gradient = gradient.clone() if address in seen else gradient
-            seen.add(address)
-        leaf.append(gradient)
-    return leaf
+def gradients_of(parameters: Sequence[Parameter | None]) -> Leaf:
+    return [None if parameter is None else parameter.grad for parameter in parameters]
 
 
 class VirtualStep:

@@ -397,6 +397,8 @@ class Chunk:
             if n_local > 1:
                 self._part = exchange.empty(numel // n_local, wide)
             self._sent = self._part
+            # By what a mean over all ranks is divided; first, where what travels has another range.
+            self._divisor, self._divides_first = 1, dtype != wide
             if dtype != wide:
                 self._sent = torch.empty_like(self._part, dtype=dtype)
             self._lay_out()
@@ -431,8 +433,9 @@ class Chunk:
         if self._part is not self._whole:
             in_host = "sum" if op == "mean" else op
             self._exchange.in_host("reduce_scatter_single", self._part, self._whole, in_host)
-        if op == "mean":  # over all ranks, and before the wire, whose range may be small
-            self._part.mul_(1 / self._exchange.world_size)
+        self._divisor = self._exchange.world_size if op == "mean" else 1
+        if self._divides_first:
+            self._part.mul_(1 / self._divisor)
         if self._sent is not self._part:
             self._sent.copy_(self._part)
 
@@ -456,6 +459,8 @@ class Chunk:
         """Reduces what the hosts have of this rank's shard of a segment."""
         shard = self._shards[i][self._own]
         _reduce_into(shard, self._received[i], op, factors)
+        if self._divisor > 1 and not self._divides_first:
+            shard.div_(self._divisor)
         if self._result is not self._sent:
             cast(shard, self._reduced[i][self._own])
 

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import hashlib
 import logging
 import os
 import random
 import subprocess
 import sys
+import time
+from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,6 +22,7 @@ from torch.nn import functional
 import fastcomm
 from fastcomm import AbandonedError, FastcommError, MismatchError, VirtualLoader
 from fastcomm.reducer.features.virtual import PartialSums, ranges
+from tests.support.bodies import communicator, leave, note, wait_for_note
 from tests.support.models import Transformer, convnet, mlp, seed
 from tests.support.outcomes import values_of
 from tests.support.ranks import fresh_ranks, on_ranks
@@ -112,9 +118,13 @@ def digest(tensors):
     return raw.hexdigest()
 
 
-def train(comm, name, virtual_ranks, *, n_steps=6, resume=None):
-    """Trains, from a checkpoint if there is one. Returns digests by step, and a checkpoint."""
-    make, data, optimize, options = TRAININGS[name]
+def train(comm, name, virtual_ranks, *, until=6, resume=None, at=None, **options):
+    """Trains, from a checkpoint if there is one. Returns digests by step, and a checkpoint.
+
+    until: how many steps, or tells of a reducer and a number of steps whether these are enough.
+    at: called with the step, the microbatch and the moment where a rank may be lost.
+    """
+    make, data, optimize, its_options = TRAININGS[name]
     seed(1)
     dataset = data(10 * virtual_ranks)
     model = make().to(comm.device)
@@ -124,29 +134,44 @@ def train(comm, name, virtual_ranks, *, n_steps=6, resume=None):
     if resume is not None:
         for one, state in zip((model, optimizer, loader), resume, strict=True):
             one.load_state_dict(state)
+    if at is not None:
+        options["state"] = [optimizer]
+        now = [0, 0]
+        next(model.parameters()).register_hook(lambda _: at(reducer, *now, "in backward"))
     seed(100 + comm.rank)  # no random state of before counts
-    digests = []
-    while loader.step < n_steps:
-        for step in reducer.virtual(loader, **options):
-            for x, y in step:
+    digests = {}
+    is_enough = until if callable(until) else lambda _, n_steps: n_steps == until
+    is_over = False
+    while not is_over:
+        for step in reducer.virtual(loader, **its_options, **options):
+            for i, (x, y) in enumerate(step):
                 outputs = model(
                     x.to(next(model.parameters()).dtype) if x.is_floating_point() else x
                 )
+                if at is not None:
+                    now[:] = step.number, i
+                    at(reducer, *now, "before backward")
                 functional.cross_entropy(outputs.flatten(0, -2).float(), y.flatten()).backward()
             norm = reducer.clip_grad_norm_(0.5)
             gradients = [p.grad for p in model.parameters() if p.grad is not None]
             noise = torch.randn(2)  # the user's own, between two steps
+            if at is not None:
+                at(reducer, step.number, 0, "before step")
             optimizer.step()
-            digests.append(digest([norm, noise, *gradients, *model.state_dict().values()]))
-            if loader.step == n_steps:
+            if not reducer.skipped:
+                tensors = [norm, noise, *gradients, *model.state_dict().values()]
+                digests[step.number] = digest(tensors)
+            is_over = is_enough(reducer, loader.step)
+            if is_over:
                 break
     checkpoint = [one.state_dict() for one in (model, optimizer, loader)]
     reducer.detach()
     return digests, checkpoint
 
 
-def by_rank(comm, *names_and_numbers):
-    return [train(comm, *one)[0] for one in names_and_numbers]
+def by_rank(comm, *cases):
+    """A case is a name, a number of virtual ranks and, perhaps, one of steps."""
+    return [train(comm, name, n, until=(*until, 6)[0])[0] for name, n, *until in cases]
 
 
 @only_shm
@@ -204,7 +229,7 @@ def test_numbers_of_ranks_that_would_have_other_bits_are_refused(comm):
 
 
 def _first_half(comm):
-    return train(comm, "batch_norm", 4, n_steps=3)
+    return train(comm, "batch_norm", 4, until=3)
 
 
 def _second_half(comm, checkpoint):
@@ -215,8 +240,8 @@ def _second_half(comm, checkpoint):
 def test_a_checkpoint_of_two_ranks_goes_on_with_one(ranks):
     (expected,) = ranks(1, by_rank, ("batch_norm", 4))
     (first, checkpoint), _ = ranks(2, _first_half)
-    assert first == expected[0][:3]
-    assert ranks(1, _second_half, checkpoint) == [expected[0][3:]]
+    assert ranks(1, _second_half, checkpoint) == [{step: expected[0][step] for step in range(3, 6)}]
+    assert first == {step: expected[0][step] for step in range(3)}
 
 
 @only_shm
@@ -235,6 +260,61 @@ def test_microbatches_are_the_same_with_workers_and_from_any_step_on():
     loaders[0].step = 4
     assert loaders[0].epoch == 1
     assert next(loaders[0].microbatches(range(1, 2)))[0].tolist() != expected[0]
+
+
+# ---- ranks are lost, and others come -------------------------------------------------------------
+
+
+def _train_through(place, n_ranks, name, virtual_ranks, losses):
+    """A loss is a process, and the step from which on it is killed, at which microbatch of its own
+    and which moment. For each loss a process comes in its place. Ends two steps after the last one
+    has come.
+    """
+    number, ends_at = place.rank, []
+    if number >= n_ranks:
+        wait_for_note(place, f"lost {number - n_ranks}")
+    while number >= n_ranks:
+        number = losses[number - n_ranks][0]
+    own = dataclasses.replace(place, rank=number, world_size=n_ranks)
+
+    def at(reducer, step, *where):
+        for i, (process, first, *lost_at) in enumerate(losses):
+            if process == place.rank and step >= first and lost_at == list(where):
+                note(place, **{f"lost {i}": os.getpid()})
+                leave(place, reducer.comm, "killed")
+
+    def is_enough(reducer, n_steps):
+        pids = {str(one.pid) for one in reducer.comm.processes}
+        lost = [Path(place.directory, f"lost {i}") for i in range(len(losses))]
+        have_come = len(pids) == n_ranks and all(
+            one.exists() and one.read_text() not in pids for one in lost
+        )
+        if have_come and not ends_at:
+            ends_at.append(n_steps + 2)
+        time.sleep(0.01)  # for those that come
+        return n_steps in ends_at
+
+    comm = communicator(own, timeout=timedelta(seconds=60))
+    return train(comm, name, virtual_ranks, at=at, until=is_enough)[0]
+
+
+LOSSES = [
+    ("batch_norm", [(1, 2, 0, "before backward"), (0, 7, 0, "in backward")]),
+    ("mlp", [(2, 1, 1, "in backward"), (3, 4, 0, "before step")]),
+]
+
+
+@only_shm
+@pytest.mark.parametrize("name, losses", LOSSES, ids=["batch_norm", "mlp"])
+def test_a_training_through_losses_has_the_bits_of_an_undisturbed_one(ranks, name, losses):
+    n = 3 + len(losses)
+    outcomes = fresh_ranks(n, _train_through, 3, name, 4, losses, transport="shm")
+    ends = values_of(outcomes, *(process for process, *_ in losses))
+    n_steps = max(map(max, ends))
+    (expected,) = ranks(1, by_rank, (name, 4, n_steps + 1))
+    for digests in ends:
+        assert max(digests) == n_steps
+        assert digests == {step: expected[0][step] for step in digests}
 
 
 def _with_a_skipped_step(comm):
@@ -333,25 +413,66 @@ def test_gradients_that_share_memory_are_added_once_each(comm):
     assert a.grad.tolist() == b.grad.tolist() == [1.0] * 6
 
 
+def _two_losses(comm):
+    """Returns a digest, and how many rounds had ended after each step's last backward."""
+    seed(1)
+    model, n_rounds = mlp(), []
+    reducer = fastcomm.Reducer(comm).attach(model)
+    for step in reducer.virtual(VirtualLoader(rows(36), virtual_ranks=4, batch_size=3)):
+        for x, y in step:
+            with reducer.no_sync():
+                model(x).square().mean().backward()
+            functional.cross_entropy(model(x), y).backward()
+        n_rounds.append(reducer.n_rounds)
+    return digest(p.grad for p in model.parameters()), n_rounds
+
+
+@only_shm
+def test_backwards_in_no_sync_add_to_their_microbatch(ranks):
+    (expected,) = ranks(1, _two_losses)
+    assert ranks(2, _two_losses) == [expected] * 2
+    assert expected[1] == [1, 2, 3]
+
+
 @only_shm
 @on_ranks(1)
-def test_a_step_reduces_once_and_is_gone_through_once(comm):
+def test_a_step_reduces_in_its_last_backward_and_is_gone_through_once(comm):
     model = mlp()
     reducer = fastcomm.Reducer(comm).attach(model)
     loader = VirtualLoader(rows(8), virtual_ranks=4, batch_size=2)
     for step in reducer.virtual(loader):
-        for _ in step:
-            pass
+        for i, (x, _) in enumerate(step):
+            model(x).sum().backward()
+            assert reducer.n_rounds == i // 3
         with pytest.raises(FastcommError, match="was gone through already"):
             list(step)
-        with pytest.raises(FastcommError, match="make all backwards in the loop over a step"):
+        with pytest.raises(FastcommError, match="make one backward for each microbatch"):
             model(torch.ones(1, 8)).sum().backward()
+    with pytest.raises(FastcommError, match="make one backward for each microbatch"):
+        for step in reducer.virtual(loader):
+            for x, _ in step:
+                model(x).sum().backward()
+                model(x).sum().backward()
     model.zero_grad()
     reducer.set_weight(2)
-    with pytest.raises(FastcommError, match="without set_weight"):
+    with pytest.raises(FastcommError, match="and no set_weight"):
         for step in reducer.virtual(loader):
             for _ in step:
                 pass
+
+
+@only_shm
+@on_ranks(1)
+def test_a_failed_backward_that_the_program_goes_on_from_ends_the_step(comm):
+    model = mlp()
+    reducer = fastcomm.Reducer(comm).attach(model)
+    model[0].weight.register_hook(lambda _: 1 / 0)
+    with pytest.raises(AbandonedError, match="step 0 of virtual.. was abandoned on this rank"):
+        for step in reducer.virtual(VirtualLoader(rows(8), virtual_ranks=2, batch_size=2)):
+            for x, _ in step:
+                with contextlib.suppress(ZeroDivisionError):
+                    model(x).sum().backward()
+    assert all(p.grad is None for p in model.parameters())
 
 
 @only_shm
@@ -372,15 +493,19 @@ def test_microbatches_that_are_left_are_an_error_at_the_next_step(comm):
 def test_ranks_whose_steps_would_differ_are_told_so(comm):
     model = mlp()
     reducer = fastcomm.Reducer(comm).attach(model)
-    with pytest.raises(MismatchError, match="seed is 0 on rank 0, 1 on rank 1"):
+    with pytest.raises(MismatchError, match="seed is 0 on rank 0 and 1 on rank 1"):
         next(reducer.virtual(VirtualLoader(rows(9), virtual_ranks=2, batch_size=2, seed=comm.rank)))
     loader = VirtualLoader(rows(9), virtual_ranks=2, batch_size=2)
     torch.set_num_threads(1 + comm.rank)
     try:
-        with pytest.raises(MismatchError, match="threads is 1 on rank 0, 2 on rank 1"):
+        with pytest.raises(MismatchError, match="threads is 1 on rank 0 and 2 on rank 1"):
             next(reducer.virtual(loader))
     finally:
         torch.set_num_threads(1)
+    if comm.rank:
+        model.append(nn.SyncBatchNorm(4))
+    with pytest.raises((FastcommError, ValueError), match="module 5 is a SyncBatchNorm"):
+        next(reducer.virtual(loader))
 
 
 @only_shm
@@ -428,6 +553,9 @@ def test_what_depends_on_the_number_of_ranks_is_refused(comm):
     reducer = fastcomm.Reducer(comm).attach(model)
     with pytest.raises(ValueError, match='buffers must be "mean" or "first"'):
         reducer.virtual(loader, buffers="last")
+    with pytest.raises(FastcommError, match="was called inside elastic..: leave elastic.. out"):
+        for _ in reducer.elastic([0]):
+            next(reducer.virtual(loader))
     for step in reducer.virtual(loader):
         with pytest.raises(ValueError, match="set_weight.. cannot be combined with virtual"):
             reducer.set_weight(2)
@@ -452,7 +580,7 @@ def test_each_step_can_be_logged(comm):
     log.addHandler(handler)
     log.setLevel(logging.DEBUG)
     try:
-        train(comm, "mlp", 3, n_steps=2)
+        train(comm, "mlp", 3, until=2)
     finally:
         log.removeHandler(handler)
         log.setLevel(logging.NOTSET)
@@ -483,9 +611,9 @@ def test_partial_sums_are_those_of_the_tree_and_few():
             totals = []
             for own in owned:
                 sums = PartialSums()
-                for v in own:
+                for v in own[:-1]:
                     sums.push([values[v].clone(), None])
                     assert len(sums._sums) <= len(own).bit_length()
-                totals.append(sums.total())
+                totals.append(sums.total([values[own[-1]], None]))
             assert torch.equal(_by_definition([total[0] for total in totals]), expected)
             assert [total[1] for total in totals] == [None] * world_size
