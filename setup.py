@@ -74,10 +74,7 @@ EXTENSIONS = (
     ),
     *(
         f"transports.nccl.{name}"
-        for name in (
-            *("library", "calls", "memory", "lane", "launches", "link"),
-            *("bucket", "communicator"),
-        )
+        for name in ("library", "calls", "memory", "lane", "link", "bucket", "communicator")
     ),
 )
 

@@ -8,7 +8,7 @@ from tests.mutations.mutation import Mutation
 
 COMMUNICATOR = "fastcomm/transports/nccl/communicator.pyx"
 BUCKET = "fastcomm/transports/nccl/bucket.pyx"
-LAUNCHES = "fastcomm/transports/nccl/launches.pyx"
+LAUNCHES = "fastcomm/transports/nccl/lane.pyx"
 LINK = "fastcomm/transports/nccl/link.pyx"
 
 ORDERING = "tests/transports/nccl/test_ordering.py"

@@ -34,8 +34,7 @@ from fastcomm.transports.nccl.calls cimport (
     ALL_GATHER, ALL_REDUCE, BROADCAST, REDUCE_SCATTER, NcclCall, Kind, all_gather_v, call_all,
     sends_and_receives,
 )
-from fastcomm.transports.nccl.lane cimport Lane, InFlight
-from fastcomm.transports.nccl.launches cimport Launches
+from fastcomm.transports.nccl.lane cimport InFlight, Lane, Launches
 from fastcomm.transports.nccl.library cimport dtype_number, nccl, ncclSuccess, op_number
 from fastcomm.transports.nccl.link cimport Link
 

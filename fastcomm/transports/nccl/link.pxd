@@ -3,8 +3,7 @@ from libc.stdint cimport uint64_t
 from fastcomm.transports.cuda.clock cimport DeviceClock
 from fastcomm.transports.cuda.driver cimport CapturedGraphs, Device, Stream
 from fastcomm.comm.standing cimport Standing
-from fastcomm.transports.nccl.lane cimport Lane, InFlight
-from fastcomm.transports.nccl.launches cimport Launches
+from fastcomm.transports.nccl.lane cimport InFlight, Lane, Launches
 
 
 cdef class Link:
