@@ -132,7 +132,7 @@ class Reducer(ProcessBound):
 
         Raises MismatchError on every rank, naming the first difference. Raises ValueError if there
         is nothing to train, if the model is on another device than the communicator or is attached
-        already, and if you hold a gradient, which the reducer would replace.
+        already, and if a variable of yours refers to a gradient, which the reducer would replace.
         """
         self.core.attach(model_of(model))
         return self
