@@ -330,7 +330,7 @@ class Reducer(ProcessBound):
         with .grad None, the buffers of the step's beginning, and generators seeded by its step and
         number. Make one backward for each, and others before it in no_sync(). Its gradients are
         added by a tree that is the same on any number of ranks. The backward of a rank's last
-        microbatch reduces the sums, as any backward does: an optimizer steps with their mean.
+        microbatch reduces the sums. Clip and step after the loop over the step.
 
         buffers: after a step, those that a microbatch has changed are the mean over all, or those
             of the first one.
@@ -344,14 +344,16 @@ class Reducer(ProcessBound):
         processor and number of threads. loader.state_dict() keeps them in a checkpoint. The logger
         "fastcomm.virtual" tells of each step, at level DEBUG.
 
-        If the loop over a step is left, by an exception or a break, the other ranks raise
-        AbandonedError, or begin the step again if they have given a state; without one the step
-        begins again with the next call of virtual().
+        If the loop over a step is left before its last backward ends, by an exception or a break,
+        the other ranks raise AbandonedError, or begin the step again if they have given a state;
+        without one the step begins again with the next call of virtual(). What comes later does
+        not stop the others from making the step: load a checkpoint then.
 
         Raises ValueError for what does not go with it: docs/compatibility.md lists that;
         FastcommError for more than 2 ranks over NCCL, with gradients of 16 bits, or on hosts that
-        have not 1, 2, 4, 8, ... ranks each, numbered host by host, for backwards outside a step,
-        and for a second one in the last microbatch; MismatchError, on every rank, where ranks have
+        have not 1, 2, 4, 8, ... ranks each, numbered host by host, for backwards outside a step
+        and a second one in the last microbatch, for create_graph=True, and for optimizers that step
+        inside a step's loop; MismatchError, on every rank, where ranks have
         different loaders, threads or kernels; with a state as elastic().
         """
         from fastcomm.reducer.features.virtual import Virtual

@@ -99,7 +99,7 @@ class Round(RoundFlags):
         self.observer: Any = None  # a RoundObserver, where somebody looks
         self.inspect: Inspection | None = None  # sees this rank's gradients before their reduction
         # Called with the number of a bucket that is about to take the gradients in .grad.
-        self.before_launch: Callable[[int], None] = lambda _: None
+        self.before_launch: Callable[[int], None] | None = None
         self.was_voted_down = False  # some rank votes to skip; known when the buckets are reduced
         self.is_by_hand = False  # it reduces what stands in .grad, without a backward
         self._comm, self._fingerprint, self._reducer = comm, fingerprint, reducer
@@ -208,7 +208,8 @@ class Round(RoundFlags):
             raise AbandonedError(GONE_ON)
         if self.observer is not None:
             self.observer.before_launch(self, self._n_launched)
-        self.before_launch(self._n_launched)
+        if self.before_launch is not None:
+            self.before_launch(self._n_launched)
         bucket = self.buckets[self._n_launched]
         part, fingerprint = self.part, self._fingerprint  # a signal handler may vote meanwhile
         if bucket.step_checksum:

@@ -150,6 +150,7 @@ static ncclResult_t run_collective(const struct operation *o) {
     const char *function = collectives[o->kind].function;
     ncclResult_t result = begin_round(o->comm, function, 0);
     if (result != ncclSuccess) {
+        linger(); /* it may have been aborted since the call began */
         return result;
     }
     note_ranges(o);

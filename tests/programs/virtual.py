@@ -122,14 +122,15 @@ def train(comm, name, virtual_ranks, *, until=6, resume=None, at=None, skips=0, 
     seed(1)
     dataset = data(10 * virtual_ranks)
     model = make().to(comm.device)
-    reducer = fastcomm.Reducer(comm).attach(model)
+    reducer = fastcomm.Reducer(comm, bucket_cap_mb=1e-3).attach(model)
     optimizer = optimize(model.parameters())
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.9)
     loader = VirtualLoader(dataset, virtual_ranks=virtual_ranks, batch_size=3, seed=4)
     if resume is not None:
-        for one, state in zip((model, optimizer, loader), resume, strict=True):
+        for one, state in zip((model, optimizer, scheduler, loader), resume, strict=True):
             one.load_state_dict(state)
     if at is not None:
-        options["state"] = [optimizer]
+        options["state"] = [optimizer, scheduler]
         now = [0, 0]
         next(model.parameters()).register_hook(lambda _: at(reducer, *now, "in backward"))
     seed(100 + comm.rank)  # no random state of before counts
@@ -155,12 +156,13 @@ def train(comm, name, virtual_ranks, *, until=6, resume=None, at=None, skips=0, 
                 at(reducer, step.number, 0, "before step")
             optimizer.step()
             if not reducer.skipped:
+                scheduler.step()
                 tensors = [norm, noise, *gradients, *model.state_dict().values()]
                 digests[step.number] = digest(tensors)
             is_over = is_enough(reducer, loader.step)
             if is_over:
                 break
-    checkpoint = [one.state_dict() for one in (model, optimizer, loader)]
+    checkpoint = [one.state_dict() for one in (model, optimizer, scheduler, loader)]
     reducer.detach()
     return digests, checkpoint
 

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
-from torch.nn import Parameter
+from torch.optim import Optimizer
 
 from fastcomm.comm.collective import HALVES, largest_half
 from fastcomm.comm.objects import naming
@@ -33,9 +33,12 @@ from fastcomm.reducer.features.compatibility import Feature, check
 from fastcomm.reducer.features.elastic import Elastic, elastic
 from fastcomm.reducer.features.progress import Stateful
 from fastcomm.reducer.features.virtual_loader import VirtualLoader
+from fastcomm.reducer.owners import reducers_on
 from fastcomm.reducer.round import Round, State
 
 if TYPE_CHECKING:
+    from fastcomm.comm.transport import Transport
+    from fastcomm.reducer.bucket import Bucket
     from fastcomm.reducer.core import Core
 
 _log = logging.getLogger("fastcomm.virtual")
@@ -162,16 +165,31 @@ class Virtual(RoundExtension):
             raise ValueError(f'buffers must be "mean" or "first"; got {buffers!r}')
         self._core, self._reduce, self._loader, self._rule = core, reduce, loader, buffers
         self._elastic = None if state is None else elastic(core, [*state, loader])
-        self._awaits_round = False  # the one that the last leaf of a step opens
-        self._is_abandoned = False  # the step is, and begins again
-        self._is_through = False  # this rank is, with its microbatches
-        self._sums: list[PartialSums] = []  # of the leaves before it, by bucket
+        if state is not None and len(reducers_on(core.comm.standing)) > 1:
+            raise FastcommError(
+                "virtual() with a state takes the only reducer of its communicator: detach() the "
+                "others first"
+            )
+        # This rank's virtual ranks and their microbatches; None: the ranks have to share out.
+        self._shared: tuple[range, Iterator[Any]] | None = None
+        self._is_in_step = False  # the microbatches of a step are under way, on this rank
+        self._is_last = False  # of them, this is the last one
+        self._outcome: State | None = None  # how the step's round has ended
+        self._is_through = False  # the step is, on this rank
+        self._sums: list[PartialSums] = []  # of the leaves before the last one, by bucket
 
     def features(self) -> Mapping[Feature, str]:
         return {Feature.VIRTUAL: "virtual()"}
 
+    def use(self, comm: Transport) -> None:
+        self._shared = None
+
+    def forget(self) -> None:
+        self._outcome = State.ABANDONED
+
     def before_round(self, round: Round) -> None:
-        if not self._awaits_round or round.op != "mean":
+        is_due = self._is_in_step and self._is_last and self._outcome is None
+        if not is_due or round.op != "mean":
             raise FastcommError(
                 "a step of virtual() reduces once, in the backward of its last microbatch, and all "
                 "microbatches count alike: make one backward for each microbatch, others before it "
@@ -182,7 +200,17 @@ class Virtual(RoundExtension):
             round.op = "sum"
 
     def after_round(self, round: Round) -> None:
-        self._awaits_round, self._is_abandoned = False, round.state is State.ABANDONED
+        self._outcome = round.state
+        if round.state is State.SETTLED:
+            for bucket in self._core.buckets:
+                bucket.gradients.forget()  # until they are divided nobody is to use them
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        if self._is_in_step:
+            raise FastcommError(
+                f"{type(optimizer).__name__} stepped inside the loop over a step of virtual(): "
+                "make optimizers step behind that loop"
+            )
 
     @property
     def _divides_in_round(self) -> bool:
@@ -193,8 +221,9 @@ class Virtual(RoundExtension):
 
     def _add_last(self, number: int) -> None:
         """The gradients in a bucket, those of the last leaf, become the sums over this rank's."""
-        parameters, sums = self._core.buckets[number].parameters, self._sums[number]
-        for parameter, total in zip(parameters, sums.total(gradients_of(parameters)), strict=True):
+        bucket = self._core.buckets[number]
+        totals = self._sums[number].total(_leaf_of(bucket))
+        for parameter, total in zip(bucket.parameters, totals, strict=True):
             if parameter is not None:
                 parameter.grad = total
 
@@ -214,97 +243,98 @@ class Virtual(RoundExtension):
                 core.remove(self)
 
     def _steps(self) -> Iterator[VirtualStep]:
-        loader, elastic = self._loader, self._elastic
+        loader, survivors = self._loader, self._elastic
         end = (loader.epoch + 1) * len(loader)
-        shared: tuple[range, Iterator[Any]] | None = None
         while True:
-            has_step = loader.step < end
-            if elastic is not None:
-                voted = elastic.vote(has_step)
-                if voted is None:
-                    shared = None
-                    continue
-                has_step = voted
-            if not has_step:
+            goes_on: bool | None = loader.step < end
+            if survivors is not None:
+                goes_on = survivors.vote(loader.step < end)
+            if goes_on is None:  # the ranks have met again
+                continue
+            if not goes_on:
                 return
             try:
-                shared = shared or self._share_out()
+                self._shared = self._shared or self._share_out()
             except FastcommError as error:
-                if elastic is None or not elastic.survives(error):
+                if survivors is None or not self._survives(error):
                     raise
-                elastic.go_on()
+                survivors.end_step()
                 continue
-            step = VirtualStep(loader.step, self._leaves(loader.step, *shared))
-            self._is_through = False
+            step = VirtualStep(loader.step, self._leaves(loader.step, *self._shared))
+            self._outcome, self._is_through = None, False
             try:
                 yield step
             finally:
                 step.close()
             if not self._is_through:
+                self._abandon(None)
                 raise FastcommError(
                     f"step {step.number} of virtual() has microbatches left: go through all of "
                     "them, on every rank (skip_step() drops a step)"
                 )
-            if elastic is not None:
-                elastic.end_step()
-            if self._is_abandoned:
-                shared = None
+            if survivors is not None:
+                survivors.end_step()
+            if self._outcome is State.ABANDONED:
+                self._shared = None
+
+    def _survives(self, error: FastcommError) -> bool:
+        """Whether the loop goes on after an error between two rounds."""
+        if self._elastic is None or not self._elastic.survives(error):
+            return False
+        self._elastic.survived = error
+        return True
 
     def _share_out(self) -> tuple[range, Iterator[Any]]:
-        """This rank's virtual ranks, and their microbatches. Collective. Raises, on every rank,
-        where the bits would differ.
-        """
+        """Collective. Raises, on every rank, where the bits would differ."""
         core, loader = self._core, self._loader
         with validation.agreeing(core.comm, _VIRTUAL) as described:
             _refuse_model(core.model())
             _refuse_ranks(core, loader.virtual_ranks)
             described |= {**loader.state_dict(), "buffers": self._rule}
-        own = ranges(range(loader.virtual_ranks), core.comm.world_size)[core.comm.rank]
-        return own, loader.microbatches(own)
+            own = ranges(range(loader.virtual_ranks), core.comm.world_size)[core.comm.rank]
+            batches = loader.microbatches(own)
+        return own, batches
 
     def _leaves(
         self, number: int, own: range, batches: Iterator[Any]
     ) -> Generator[Any, None, None]:
-        """The microbatches of this rank in one step; then reduces."""
+        """The microbatches of this rank in one step. The backward of the last one reduces."""
         core, loader = self._core, self._loader
-        parameters = [p for bucket in core.buckets for p in bucket.parameters if p is not None]
-        buffers, self._sums = (
-            Buffers(core.model(), self._rule),
-            [PartialSums() for _ in core.buckets],
-        )
         before = core.reduces_backwards, core.overlap
+        buffers: Buffers | None = None
+        self._is_in_step = True
         # several streams may make gradients; at the end of a backward they have come together
         core.overlap = core.overlap and not (core.comm.has_streams and len(own) > 1)
         try:
+            parameters = [p for bucket in core.buckets for p in bucket.parameters if p is not None]
+            buffers = Buffers(core.model(), self._rule)
+            self._sums = [PartialSums() for _ in core.buckets]
             for v in own:
-                core.reduces_backwards = self._awaits_round = v == own[-1]
-                self._is_abandoned = False
+                core.reduces_backwards = self._is_last = v == own[-1]
                 batch = next(batches)
                 for parameter in parameters:
                     parameter.grad = None
                 buffers.reset()
                 loader.seed_leaf(number, v, core.comm.device)
                 yield batch
-                if v != own[-1]:
+                if self._outcome is State.ABANDONED:
+                    break
+                if not self._is_last:
                     self._push_leaf()
                 buffers.note_leaf()
-            if self._awaits_round:
-                self._reduce()
-            if self._is_abandoned and self._elastic is None:
-                raise AbandonedError(f"step {number} of virtual() was abandoned on this rank")
+            self._end_step(buffers)
         except BaseException as error:  # GeneratorExit, where the user's code has raised
-            buffers.reset()
-            self._abandon(error)
-            raise
+            if buffers is not None:
+                buffers.reset()
+            if not isinstance(error, FastcommError) or not self._survives(error):
+                self._abandon(error)
+                raise
+            core.drop_step()
         finally:
             core.reduces_backwards, core.overlap = before
-        if core.skipped or self._is_abandoned:
-            buffers.reset()
-        else:
-            self._divide()
-            self._settle(buffers)
+            self._is_in_step = False
         self._is_through = True
-        if self._is_abandoned:
+        if self._outcome is State.ABANDONED:
             return
         loader.seed_leaf(number, loader.virtual_ranks, core.comm.device)
         loader.step = number + 1
@@ -312,22 +342,26 @@ class Virtual(RoundExtension):
             gradients, values = _checksum([p.grad for p in parameters]), _checksum(parameters)
             _log.debug("step %d: gradients %08x, parameters %08x", number, gradients, values)
 
-    def _settle(self, buffers: Buffers) -> None:
-        try:
-            with naming("virtual()"):
-                buffers.settle(self._core, self._loader.virtual_ranks)
-        except FastcommError as error:
+    def _end_step(self, buffers: Buffers) -> None:
+        """Collective. Ends the round, which the last backward has ended already if it has made a
+        gradient, and leaves gradients and buffers as they are after the step.
+        """
+        if self._outcome is None:
+            self._reduce()
+        if self._outcome is State.ABANDONED:
+            raise AbandonedError("a step of virtual() was abandoned on this rank")
+        if self._outcome is State.SKIPPED:
             buffers.reset()
-            self._core.drop_step()
-            if self._elastic is None or not self._elastic.survives(error):
-                raise
-            self._elastic.survived, self._is_abandoned = error, True
+            return
+        self._divide()
+        with naming("virtual()"):
+            buffers.settle(self._core, self._loader.virtual_ranks)
 
     def _push_leaf(self) -> None:
         """The gradients there are have not been reduced: those of a leaf that is not the last."""
         seen: set[int] = set()
         for bucket, sums in zip(self._core.buckets, self._sums, strict=True):
-            leaf = gradients_of(bucket.parameters)
+            leaf = _leaf_of(bucket)
             for i, gradient in enumerate(leaf):
                 if gradient is not None:
                     address = gradient.untyped_storage().data_ptr()
@@ -336,13 +370,13 @@ class Virtual(RoundExtension):
                     seen.add(address)
             sums.push(leaf)
 
-    def _abandon(self, error: BaseException) -> None:
+    def _abandon(self, error: BaseException | None) -> None:
         """The step has ended in the middle, on this rank: the others are not to wait for it."""
-        if not self._is_abandoned:
-            self._awaits_round = True
+        if self._outcome is not State.ABANDONED:
+            self._is_in_step, self._is_last, self._outcome = True, True, None
             with contextlib.suppress(FastcommError):
                 self._core.open().abandon(error)
-            self._awaits_round = False
+            self._is_in_step = False
         self._core.drop_step()
 
     @torch.no_grad()
@@ -353,10 +387,19 @@ class Virtual(RoundExtension):
                 increment_version([bucket.flat])
             else:
                 bucket.flat[: bucket.numel].div_(self._loader.virtual_ranks)
+            bucket.gradients.note_round(())
 
 
-def gradients_of(parameters: Sequence[Parameter | None]) -> Leaf:
-    return [None if parameter is None else parameter.grad for parameter in parameters]
+def _leaf_of(bucket: Bucket) -> Leaf:
+    """Raises FastcommError for a gradient that would lose its graph."""
+    leaf = [None if parameter is None else parameter.grad for parameter in bucket.parameters]
+    for name, gradient in zip(bucket.names, leaf, strict=True):
+        if gradient is not None and gradient.requires_grad:
+            raise FastcommError(
+                f"the gradient of parameter {name} is to be differentiated (create_graph=True), "
+                "and virtual() adds it to others: use torch.autograd.grad() for penalties"
+            )
+    return leaf
 
 
 class VirtualStep:

@@ -3,16 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import hashlib
 import logging
 import os
-import random
 import subprocess
 import sys
-import time
-from datetime import timedelta
-from pathlib import Path
 
 import pytest
 import torch
@@ -22,8 +16,19 @@ from torch.nn import functional
 import fastcomm
 from fastcomm import AbandonedError, FastcommError, MismatchError, VirtualLoader
 from fastcomm.reducer.features.virtual import PartialSums, ranges
-from tests.support.bodies import communicator, leave, note, wait_for_note
-from tests.support.models import Transformer, convnet, mlp, seed
+from tests.programs.virtual import (
+    TRAININGS,
+    Program,
+    Sentences,
+    by_rank,
+    check,
+    digest,
+    images,
+    momentum,
+    rows,
+    train,
+)
+from tests.support.models import convnet, mlp, seed
 from tests.support.outcomes import values_of
 from tests.support.ranks import fresh_ranks, on_ranks
 from tests.support.transports import EVERY_TRANSPORT
@@ -32,146 +37,9 @@ pytestmark = [pytest.mark.usefixtures("transport"), pytest.mark.transports(*EVER
 only_shm = pytest.mark.transports("shm")
 
 
-def images(n):
-    return torch.utils.data.TensorDataset(torch.randn(n, 3, 12, 12), torch.randint(0, 4, (n,)))
-
-
-def rows(n, width=8):
-    return torch.utils.data.TensorDataset(torch.randn(n, width), torch.randint(0, 4, (n,)))
-
-
-class Sentences(torch.utils.data.Dataset):
-    """Draws words at random, also from Python's generator."""
-
-    def __len__(self):
-        return 80
-
-    def __getitem__(self, i):
-        words = torch.randint(0, 31, (9,))
-        words[0] = random.randrange(31)
-        return words[:-1], words[1:]
-
-
 class Stream(torch.utils.data.IterableDataset):
     def __iter__(self):
         return iter(())
-
-
-class Recurrent(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.lstm, self.head = nn.LSTM(4, 6, 2, dropout=0.2, batch_first=True), nn.Linear(6, 4)
-
-    def forward(self, x):
-        return self.head(self.lstm(x.view(-1, 2, 4))[0][:, -1])
-
-
-class Branches(nn.Module):
-    """Which parameters it uses depends on the data."""
-
-    def __init__(self):
-        super().__init__()
-        self.branches = nn.ModuleList(nn.Linear(8, 4) for _ in range(3))
-
-    def forward(self, x):
-        return self.branches[int(x.sum() * 10) % 3](x)
-
-
-def spectral():
-    seed(0)
-    layer = torch.nn.utils.parametrizations.spectral_norm(nn.Linear(8, 16))
-    return nn.Sequential(layer, nn.ReLU(), nn.Dropout(0.3), nn.Linear(16, 4))
-
-
-def transformer():
-    model = Transformer()
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.2
-    return model
-
-
-def adamw(parameters):
-    return torch.optim.AdamW(parameters, lr=0.01)
-
-
-def momentum(parameters):
-    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
-
-
-TRAININGS = {
-    "mlp": (mlp, rows, adamw, {}),
-    "batch_norm": (convnet, images, momentum, {}),
-    "batch_norm_first": (convnet, images, momentum, {"buffers": "first"}),
-    "transformer": (transformer, lambda _: Sentences(), adamw, {}),
-    "lstm": (Recurrent, rows, adamw, {}),
-    "branches": (Branches, rows, momentum, {}),
-    "spectral_norm": (spectral, rows, momentum, {}),
-    "bfloat16": (lambda: mlp().bfloat16(), rows, momentum, {}),
-}
-
-
-def digest(tensors):
-    raw = hashlib.sha1()
-    for tensor in tensors:
-        raw.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-    return raw.hexdigest()
-
-
-def train(comm, name, virtual_ranks, *, until=6, resume=None, at=None, **options):
-    """Trains, from a checkpoint if there is one. Returns digests by step, and a checkpoint.
-
-    until: how many steps, or tells of a reducer and a number of steps whether these are enough.
-    at: called with the step, the microbatch and the moment where a rank may be lost.
-    """
-    make, data, optimize, its_options = TRAININGS[name]
-    seed(1)
-    dataset = data(10 * virtual_ranks)
-    model = make().to(comm.device)
-    reducer = fastcomm.Reducer(comm).attach(model)
-    optimizer = optimize(model.parameters())
-    loader = VirtualLoader(dataset, virtual_ranks=virtual_ranks, batch_size=3, seed=4)
-    if resume is not None:
-        for one, state in zip((model, optimizer, loader), resume, strict=True):
-            one.load_state_dict(state)
-    if at is not None:
-        options["state"] = [optimizer]
-        now = [0, 0]
-        next(model.parameters()).register_hook(lambda _: at(reducer, *now, "in backward"))
-    seed(100 + comm.rank)  # no random state of before counts
-    digests = {}
-    is_enough = until if callable(until) else lambda _, n_steps: n_steps == until
-    is_over = False
-    while not is_over:
-        for step in reducer.virtual(loader, **its_options, **options):
-            for i, (x, y) in enumerate(step):
-                outputs = model(
-                    x.to(next(model.parameters()).dtype) if x.is_floating_point() else x
-                )
-                if at is not None:
-                    now[:] = step.number, i
-                    at(reducer, *now, "before backward")
-                functional.cross_entropy(outputs.flatten(0, -2).float(), y.flatten()).backward()
-            norm = reducer.clip_grad_norm_(0.5)
-            gradients = [p.grad for p in model.parameters() if p.grad is not None]
-            noise = torch.randn(2)  # the user's own, between two steps
-            if at is not None:
-                at(reducer, step.number, 0, "before step")
-            optimizer.step()
-            if not reducer.skipped:
-                tensors = [norm, noise, *gradients, *model.state_dict().values()]
-                digests[step.number] = digest(tensors)
-            is_over = is_enough(reducer, loader.step)
-            if is_over:
-                break
-    checkpoint = [one.state_dict() for one in (model, optimizer, loader)]
-    reducer.detach()
-    return digests, checkpoint
-
-
-def by_rank(comm, *cases):
-    """A case is a name, a number of virtual ranks and, perhaps, one of steps."""
-    return [train(comm, name, n, until=(*until, 6)[0])[0] for name, n, *until in cases]
 
 
 @only_shm
@@ -262,59 +130,10 @@ def test_microbatches_are_the_same_with_workers_and_from_any_step_on():
     assert next(loaders[0].microbatches(range(1, 2)))[0].tolist() != expected[0]
 
 
-# ---- ranks are lost, and others come -------------------------------------------------------------
-
-
-def _train_through(place, n_ranks, name, virtual_ranks, losses):
-    """A loss is a process, and the step from which on it is killed, at which microbatch of its own
-    and which moment. For each loss a process comes in its place. Ends two steps after the last one
-    has come.
-    """
-    number, ends_at = place.rank, []
-    if number >= n_ranks:
-        wait_for_note(place, f"lost {number - n_ranks}")
-    while number >= n_ranks:
-        number = losses[number - n_ranks][0]
-    own = dataclasses.replace(place, rank=number, world_size=n_ranks)
-
-    def at(reducer, step, *where):
-        for i, (process, first, *lost_at) in enumerate(losses):
-            if process == place.rank and step >= first and lost_at == list(where):
-                note(place, **{f"lost {i}": os.getpid()})
-                leave(place, reducer.comm, "killed")
-
-    def is_enough(reducer, n_steps):
-        pids = {str(one.pid) for one in reducer.comm.processes}
-        lost = [Path(place.directory, f"lost {i}") for i in range(len(losses))]
-        have_come = len(pids) == n_ranks and all(
-            one.exists() and one.read_text() not in pids for one in lost
-        )
-        if have_come and not ends_at:
-            ends_at.append(n_steps + 2)
-        time.sleep(0.01)  # for those that come
-        return n_steps in ends_at
-
-    comm = communicator(own, timeout=timedelta(seconds=60))
-    return train(comm, name, virtual_ranks, at=at, until=is_enough)[0]
-
-
-LOSSES = [
-    ("batch_norm", [(1, 2, 0, "before backward"), (0, 7, 0, "in backward")]),
-    ("mlp", [(2, 1, 1, "in backward"), (3, 4, 0, "before step")]),
-]
-
-
-@only_shm
-@pytest.mark.parametrize("name, losses", LOSSES, ids=["batch_norm", "mlp"])
-def test_a_training_through_losses_has_the_bits_of_an_undisturbed_one(ranks, name, losses):
-    n = 3 + len(losses)
-    outcomes = fresh_ranks(n, _train_through, 3, name, 4, losses, transport="shm")
-    ends = values_of(outcomes, *(process for process, *_ in losses))
-    n_steps = max(map(max, ends))
-    (expected,) = ranks(1, by_rank, (name, 4, n_steps + 1))
-    for digests in ends:
-        assert max(digests) == n_steps
-        assert digests == {step: expected[0][step] for step in digests}
+@pytest.mark.transports("shm", "group")
+@pytest.mark.parametrize("seed", range(3))
+def test_a_training_through_losses_has_the_bits_of_an_undisturbed_one(transport, seed):
+    check(Program.generated(seed, transport))
 
 
 def _with_a_skipped_step(comm):
@@ -423,7 +242,8 @@ def _two_losses(comm):
             with reducer.no_sync():
                 model(x).square().mean().backward()
             functional.cross_entropy(model(x), y).backward()
-        n_rounds.append(reducer.n_rounds)
+            n_ended = reducer.n_rounds
+        n_rounds.append(n_ended)
     return digest(p.grad for p in model.parameters()), n_rounds
 
 
@@ -453,6 +273,23 @@ def test_a_step_reduces_in_its_last_backward_and_is_gone_through_once(comm):
             for x, _ in step:
                 model(x).sum().backward()
                 model(x).sum().backward()
+    optimizer = momentum(model.parameters())
+    with pytest.raises(FastcommError, match="SGD stepped inside the loop over a step"):
+        for step in reducer.virtual(loader):
+            for x, _ in step:
+                model(x).sum().backward()
+                optimizer.step()
+    with pytest.raises(FastcommError, match="a backward.. that reduces it"):
+        for step in reducer.virtual(loader):
+            for i, (x, _) in enumerate(step):
+                model(x).sum().backward()
+                if i == 3:
+                    reducer.grad_norm()
+    with pytest.raises(FastcommError, match="and virtual.. adds it to others"):
+        for step in reducer.virtual(loader):
+            for x, _ in step:
+                model(x).square().sum().backward(create_graph=True)
+    assert loader.step == 1
     model.zero_grad()
     reducer.set_weight(2)
     with pytest.raises(FastcommError, match="and no set_weight"):
@@ -467,7 +304,7 @@ def test_a_failed_backward_that_the_program_goes_on_from_ends_the_step(comm):
     model = mlp()
     reducer = fastcomm.Reducer(comm).attach(model)
     model[0].weight.register_hook(lambda _: 1 / 0)
-    with pytest.raises(AbandonedError, match="step 0 of virtual.. was abandoned on this rank"):
+    with pytest.raises(AbandonedError, match="a step of virtual.. was abandoned on this rank"):
         for step in reducer.virtual(VirtualLoader(rows(8), virtual_ranks=2, batch_size=2)):
             for x, _ in step:
                 with contextlib.suppress(ZeroDivisionError):
@@ -553,6 +390,10 @@ def test_what_depends_on_the_number_of_ranks_is_refused(comm):
     reducer = fastcomm.Reducer(comm).attach(model)
     with pytest.raises(ValueError, match='buffers must be "mean" or "first"'):
         reducer.virtual(loader, buffers="last")
+    other = fastcomm.Reducer(comm).attach(nn.Linear(2, 2))
+    with pytest.raises(FastcommError, match="takes the only reducer of its communicator"):
+        reducer.virtual(loader, state=[])
+    other.detach()
     with pytest.raises(FastcommError, match="was called inside elastic..: leave elastic.. out"):
         for _ in reducer.elastic([0]):
             next(reducer.virtual(loader))
