@@ -14,9 +14,9 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 CODE = (".py", ".pyx", ".pxd", ".pyi", ".c", ".h", ".cpp", ".cu", ".cuh", ".sh", ".md")
 BUDGETS = {
-    "fastcomm": 28020,
+    "fastcomm": 28040,
     "kernels": 3615,
-    "tests": 47230,
+    "tests": 47245,
     "bench": 7000,
     "docs": 4145,
 }

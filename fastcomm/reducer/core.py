@@ -620,5 +620,7 @@ class Core(CoreFlags):
         self.model()
         if self.guards.refusal is not None:
             raise FastcommError(self.guards.refusal)
+        for extension in self.extensions:
+            extension.before_norm()
         self.synchronize()
         self._require_reduced((bucket, None) for bucket in self.buckets)

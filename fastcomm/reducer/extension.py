@@ -74,6 +74,9 @@ class RoundExtension(ProcessBound):
     def after_round(self, round: Round) -> None:
         """The round is over; round.state tells how. Called again after an interruption."""
 
+    def before_norm(self) -> None:
+        """A norm of the reduced gradients is about to be taken."""
+
     def before_step(self, optimizer: Optimizer) -> None:
         """An optimizer is about to step parameters of the reducer. No gradient is reduced yet."""
 

@@ -346,7 +346,7 @@ class Reducer(ProcessBound):
 
         If the loop over a step is left before its last backward ends, by an exception or a break,
         the other ranks raise AbandonedError, or begin the step again if they have given a state;
-        without one the step begins again with the next call of virtual(). What comes later does
+        without one the step begins again with the next call of virtual(). What comes later may
         not stop the others from making the step: load a checkpoint then.
 
         Raises ValueError for what does not go with it: docs/compatibility.md lists that;

@@ -185,7 +185,7 @@ class Virtual(RoundExtension):
         self._shared = None
 
     def forget(self) -> None:
-        self._outcome = State.ABANDONED
+        self._outcome, self._shared = State.ABANDONED, None
 
     def before_round(self, round: Round) -> None:
         is_due = self._is_in_step and self._is_last and self._outcome is None
@@ -203,13 +203,19 @@ class Virtual(RoundExtension):
         self._outcome = round.state
         if round.state is State.SETTLED:
             for bucket in self._core.buckets:
-                bucket.gradients.forget()  # until they are divided nobody is to use them
+                bucket.gradients.watch()  # until they are divided
+
+    def before_norm(self) -> None:
+        self._refuse_inside("a norm")
 
     def before_step(self, optimizer: Optimizer) -> None:
+        self._refuse_inside(f"{type(optimizer).__name__}.step()")
+
+    def _refuse_inside(self, what: str) -> None:
         if self._is_in_step:
             raise FastcommError(
-                f"{type(optimizer).__name__} stepped inside the loop over a step of virtual(): "
-                "make optimizers step behind that loop"
+                f"{what} inside the loop over a step of virtual(), where gradients are not "
+                "complete: call it after the loop"
             )
 
     @property
@@ -265,8 +271,9 @@ class Virtual(RoundExtension):
             try:
                 yield step
             finally:
+                is_told = self._outcome is State.ABANDONED  # of it: all ranks begin it again
                 step.close()
-            if not self._is_through:
+            if not self._is_through and not is_told:
                 self._abandon(None)
                 raise FastcommError(
                     f"step {step.number} of virtual() has microbatches left: go through all of "
@@ -274,8 +281,6 @@ class Virtual(RoundExtension):
                 )
             if survivors is not None:
                 survivors.end_step()
-            if self._outcome is State.ABANDONED:
-                self._shared = None
 
     def _survives(self, error: FastcommError) -> bool:
         """Whether the loop goes on after an error between two rounds."""
@@ -324,12 +329,15 @@ class Virtual(RoundExtension):
                 buffers.note_leaf()
             self._end_step(buffers)
         except BaseException as error:  # GeneratorExit, where the user's code has raised
+            is_survived = isinstance(error, FastcommError) and self._survives(error)
+            if is_survived:
+                core.drop_step()
+            else:
+                self._abandon(error)
             if buffers is not None:
                 buffers.reset()
-            if not isinstance(error, FastcommError) or not self._survives(error):
-                self._abandon(error)
+            if not is_survived:
                 raise
-            core.drop_step()
         finally:
             core.reduces_backwards, core.overlap = before
             self._is_in_step = False
@@ -383,11 +391,18 @@ class Virtual(RoundExtension):
     def _divide(self) -> None:
         """Norms are to be those of any number of ranks, and not what this reduction has counted."""
         for bucket in self._core.buckets:
+            missing = [i for i, gradient in enumerate(_leaf_of(bucket)) if gradient is None]
+            changed = bucket.gradients.first_changed(missing)
+            if changed >= 0:
+                raise FastcommError(
+                    f"the gradient of parameter {bucket.names[changed]} was changed inside the "
+                    "loop over a step of virtual(), after it was reduced: change it after the loop"
+                )
             if self._divides_in_round:
                 increment_version([bucket.flat])
             else:
                 bucket.flat[: bucket.numel].div_(self._loader.virtual_ranks)
-            bucket.gradients.note_round(())
+            bucket.gradients.note_round(missing)  # ends watch()
 
 
 def _leaf_of(bucket: Bucket) -> Leaf:

@@ -180,9 +180,17 @@ def test_an_exception_in_a_microbatch_abandons_the_step_on_all_ranks_and_it_begi
     for buffer, before in zip(model.buffers(), buffers, strict=True):
         assert torch.equal(buffer, before)
     assert loader.step == 0
+    is_lost = True
     for step in reducer.virtual(loader):
-        for x, y in step:
-            functional.cross_entropy(model(x), y).backward()
+        try:
+            for x, y in step:
+                functional.cross_entropy(model(x), y).backward()
+                if comm.rank and is_lost:
+                    raise ZeroDivisionError
+        except (ZeroDivisionError, AbandonedError):
+            is_lost = False
+            if comm.rank:
+                comm.abandon()
     assert loader.step == 2
     reducer.check_in_sync()
 
@@ -274,17 +282,30 @@ def test_a_step_reduces_in_its_last_backward_and_is_gone_through_once(comm):
                 model(x).sum().backward()
                 model(x).sum().backward()
     optimizer = momentum(model.parameters())
-    with pytest.raises(FastcommError, match="SGD stepped inside the loop over a step"):
+    with pytest.raises(FastcommError, match="SGD.step.. inside the loop over a step"):
         for step in reducer.virtual(loader):
             for x, _ in step:
                 model(x).sum().backward()
                 optimizer.step()
-    with pytest.raises(FastcommError, match="a backward.. that reduces it"):
+    with pytest.raises(FastcommError, match="a norm inside the loop over a step"):
         for step in reducer.virtual(loader):
             for i, (x, _) in enumerate(step):
                 model(x).sum().backward()
                 if i == 3:
                     reducer.grad_norm()
+    with pytest.raises(FastcommError, match="4.bias was changed inside the loop"):
+        for step in reducer.virtual(loader):
+            for i, (x, _) in enumerate(step):
+                model(x).sum().backward()
+                if i == 3:
+                    with reducer.no_sync():
+                        model(x).sum().backward()
+    with pytest.raises(FastcommError, match="skip_step.. came too late"):
+        for step in reducer.virtual(loader):
+            for i, (x, _) in enumerate(step):
+                model(x).sum().backward()
+                if i == 3:
+                    reducer.skip_step()
     with pytest.raises(FastcommError, match="and virtual.. adds it to others"):
         for step in reducer.virtual(loader):
             for x, _ in step:
