@@ -46,6 +46,7 @@ def train(comm: fastcomm.Communicator, options: argparse.Namespace) -> None:
         progress = load(options.checkpoint, model, optimizer, comm.device)  # on every rank
     reducer = fastcomm.Reducer(comm).attach(model)
     reducer.check_in_sync(optimizer)
+    torch.manual_seed(1 + comm.rank)  # each rank draws different dropout and augmentation
     forward = reducer.compile(model, backend=options.compile) if options.compile else model
 
     deadline = time.monotonic() + 60 * options.minutes
