@@ -390,6 +390,7 @@ class Virtual(RoundExtension):
     @torch.no_grad()
     def _divide(self) -> None:
         """Norms are to be those of any number of ranks, and not what this reduction has counted."""
+        is_divided = self._divides_in_round
         for bucket in self._core.buckets:
             missing = [i for i, gradient in enumerate(_leaf_of(bucket)) if gradient is None]
             changed = bucket.gradients.first_changed(missing)
@@ -398,7 +399,7 @@ class Virtual(RoundExtension):
                     f"the gradient of parameter {bucket.names[changed]} was changed inside the "
                     "loop over a step of virtual(), after it was reduced: change it after the loop"
                 )
-            if self._divides_in_round:
+            if is_divided:
                 increment_version([bucket.flat])
             else:
                 bucket.flat[: bucket.numel].div_(self._loader.virtual_ranks)

@@ -434,7 +434,7 @@ class Chunk:
             in_host = "sum" if op == "mean" else op
             self._exchange.in_host("reduce_scatter_single", self._part, self._whole, in_host)
         self._divisor = self._exchange.world_size if op == "mean" else 1
-        if self._divides_first:
+        if self._divisor > 1 and self._divides_first:
             self._part.mul_(1 / self._divisor)
         if self._sent is not self._part:
             self._sent.copy_(self._part)
